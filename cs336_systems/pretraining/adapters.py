@@ -1,11 +1,11 @@
-"""The adapters of a run, and the weights that they belong to: in ``run.json``, merged, and as peft's folder.
+"""The LoRA adapters of a run and their base weights: described in ``run.json``, merged, and exported for peft.
 
     adapters = AdaptersOfRun.of(lora, Path("Qwen2.5-0.5B"))     # in run.json, beside the model
     merged = adapters.merged(own, config)                       # base + scale B A, by the names of a TransformerLM
     export_adapter(Path("out"), own, adapters)                  # what peft.PeftModel.from_pretrained(base, "out") loads
 
-Checkpoints of such a run hold adapters alone, so the base must stay where it is. Its checksum is of names, shapes and
-dtypes of all tensors and of each one's first row: enough to tell a model from one that was trained further, without
+Checkpoints of such a run hold only adapters, so the base must stay where it is. The base's checksum covers the name,
+shape, dtype and first row of every tensor: enough to distinguish a model from one that was trained further, without
 reading all of it.
 """
 
@@ -42,7 +42,7 @@ class AdaptersOfRun:
 
     @classmethod
     def of(cls, lora: Lora, base: Path) -> Self:
-        """Describe adapters of the weights in a folder; raises as ``load_hf_weights``."""
+        """Describe adapters of the weights in a folder; raises what ``load_hf_weights`` does."""
         return cls(lora, base.resolve(), checksum_of(base))
 
     @classmethod
@@ -59,13 +59,13 @@ class AdaptersOfRun:
 
     @torch.no_grad()
     def merged(self, own: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-        """Return the base with scale B A added to the adapted matrices, which is computed in fp32 and rounded once.
+        """Return the base with scale B A added to the adapted matrices; the sum is computed in fp32 and rounded once.
 
         Args:
-            own: the adapters' parameters, whole, on the CPU, in the dtype in which the run had the base, too.
+            own: the adapters' unsharded parameters, on the CPU, in the dtype that the run used for the base.
 
         Raises:
-            ValueError: the folder of the base holds other weights than when the run began, or none.
+            ValueError: the base's folder is missing, or its weights have changed since the run began.
             OSError: it cannot be read.
         """
         if not self.base.is_dir() or checksum_of(self.base) != self.checksum:
@@ -89,7 +89,7 @@ def shapes_of(lora: Lora, config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def checksum_of(folder: Path) -> str:
-    """Eight hexadecimal digits that tell the weights of a Hugging Face folder from others; raises as reading them."""
+    """Return a checksum of a Hugging Face folder's weights, 8 hexadecimal digits; raises what ``open_weights`` does."""
     found = 0
     with ExitStack() as stack:
         for name, file in sorted(open_weights(folder, stack).items()):
@@ -101,10 +101,10 @@ def checksum_of(folder: Path) -> str:
 
 
 def export_adapter(folder: Path, own: Mapping[str, Tensor], adapters: AdaptersOfRun) -> list[str]:
-    """Write a folder that peft loads beside the base, in the place of an earlier one; returns the names of its files.
+    """Write a folder that peft loads with the base; replaces an earlier one. Returns the names of the files.
 
     Raises:
-        ValueError: the folder is there and holds something else.
+        ValueError: the folder exists and holds other files.
         OSError: it cannot be written.
     """
     if folder.exists() and not (folder.is_dir() and {each.name for each in folder.iterdir()} <= {CONFIG, WEIGHTS}):

@@ -1,15 +1,14 @@
-"""A run's step under caps on memory (``--device-gib``, ``--host-gib``): a streamed one, as the trainer knows steps.
+"""A run's step under memory caps (``--device-gib``, ``--host-gib``): a streamed step with the trainer's interface.
 
-    step = CappedStep(options, case, rank)           # chooses a plan, sets memory aside, makes or loads weights
+    step = CappedStep(options, case, rank)           # chooses a plan, reserves memory, makes or loads weights
     loss = step(token_ids, targets)                  # all micro-batches and the update
     step.model, step.optimizer                       # for checkpoints: views of the tensors that the step keeps
 
-A step's tokens are those of the options, its chunks the plan's (``streaming/choose.py``). A checkpoint is like that of
-any other run, written from where its tensors lie and loaded into place; a run with caps and one without can resume each
-other. Several ranks form a ring: layers are assigned to them round-robin, each rank has its own caps, all process the
-same tokens, and each saves its own layers. On a GPU the caps hold for all memory that the process has there, by a
-fence. A CPU's "device" is its own memory; there the caps hold for the step's slabs alone, and the plan is the one for
-an H200: for trying out, and for tests.
+The options set a step's tokens, the plan its chunks (``streaming/choose.py``). Checkpoints have the usual format and
+are written from and loaded into the tensors in place, so a run with caps and one without can resume each other. Several
+ranks form a ring: layers are assigned to them round-robin, each rank has its own caps, all process the same tokens, and
+each saves its own layers. On a GPU a fence enforces the caps on all memory of the process there. On a CPU, which is for
+trials and tests, the "device" is host memory, the caps hold for the step's slabs only, and the plan is one for an H200.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,13 +50,13 @@ from cs336_systems.streaming.run import FRAGMENTS, LayerAdamW, StreamedStep
 from cs336_systems.training.assemble import check_supported
 
 PLANS_FOR = "NVIDIA H200"
-"""The card for which plans are made where there is no GPU."""
+"""The GPU for which plans are made on a machine without one."""
 HOST_LATER = GIB
-"""Bytes by which the process may grow beside its slab, as libraries are loaded and kernels compiled."""
+"""Bytes by which the process may grow, besides its slab, while libraries are loaded and kernels compiled."""
 
 
 def hardware_of(device: torch.device) -> Hardware:
-    """The card that a plan is for; Unsupported if no peaks are on record for the GPU that is there."""
+    """Return the hardware to plan for; raises Unsupported if no peaks are on record for the GPU."""
     on_gpu = device.type == "cuda" and torch.cuda.is_available()
     name = torch.cuda.get_device_name(device) if on_gpu else PLANS_FOR
     if (hardware := find_hardware(name)) is None:
@@ -68,12 +67,13 @@ def hardware_of(device: torch.device) -> Hardware:
 def caps_within(
     device: torch.device, gib: tuple[float, float], fence: Fence | None, *, least_host: int = 0, staging: int = 0
 ) -> Caps:
-    """Caps of so many GiB on the device and the host, and the parts of them that slabs cannot have.
+    """Return caps on the device and the host, with the parts of them that slabs cannot use.
 
     Args:
+        gib: the caps, (device, host) in GiB.
         fence: measures the memory that the process has in use on a GPU; without one it is assumed.
-        least_host: the least bytes that the process takes of the host beside its slab.
-        staging: bytes of the host that copies take besides.
+        least_host: lower bound of the process's host bytes besides its slab.
+        staging: host bytes of staging buffers.
     """
     caps = int(gib[0] * GIB), int(gib[1] * GIB)
     if device.type == "cpu":
@@ -85,7 +85,7 @@ def caps_within(
 
 
 def caps_of(options: TrainOptions, case: TrainerCase, device: torch.device, fence: Fence | None = None) -> Caps:
-    """The caps of a run, whose saves are staged in pinned memory."""
+    """Return the caps of a run, whose checkpoints are staged in pinned memory."""
     assert options.device_gib is not None and options.host_gib is not None
     width = 4 if case.master == "fp32" else max(case.precision.parameter_bytes, case.moment_bytes)
     staging = staging_bytes(case.config, width, case.lora)
@@ -95,15 +95,15 @@ def caps_of(options: TrainOptions, case: TrainerCase, device: torch.device, fenc
 
 @dataclass(frozen=True)
 class Chunking:
-    """Tokens of a chunk and chunks of a round. A step's bits depend on them alone, so a run that resumes keeps them, if
-    its caps allow."""
+    """Tokens per chunk and chunks per round. They alone determine a step's rounding, so a resumed run keeps them if its
+    caps allow."""
 
     chunk: int
     chunks: int
 
     @classmethod
     def of_run(cls, options: TrainOptions) -> "Chunking | None":
-        """The chunking of the checkpoint from which the run goes on, if it serves a step of the options, too."""
+        """Return the chunking of the checkpoint that the run resumes, or None if it does not fit the options."""
         complete, _ = survey(goes_on_from(options.out, options.resume_from))
         if not complete or (found := complete[-1].extra.get("chunking")) is None:
             return None
@@ -123,9 +123,9 @@ def chooser(
     *,
     copied_messages: bool = True,
 ) -> Callable[[Sequence[Caps]], list[ChosenPlan]]:
-    """A function that chooses the fastest plan of each rank within its caps (``choose_ring``).
+    """Return a function that chooses the fastest plan of each rank within its caps (``choose_ring``).
 
-    The plans have the preferred chunking if one within the caps has it.
+    The plans have the preferred chunking if it fits the caps.
 
     Args:
         copied_messages: as for ``Rates.of``.
@@ -136,7 +136,7 @@ def chooser(
     tokens, width, chunk, length = options.tokens_per_step(1), case.moment_bytes, options.chunk, options.context_length
     sizes = chunk_sizes(length)
     if chunk is None and options.packing and min(sizes) < length:
-        chunk = length  # attention over pieces of a sequence masks no documents
+        chunk = length  # attention over chunks of a sequence cannot mask documents
     elif chunk is None and all(tokens % size for size in sizes):
         chunk = options.batch_size * length
     moments = {"exp_avg": width, "exp_avg_sq": width} | ({"master": 4} if case.master == "fp32" else {})
@@ -155,7 +155,7 @@ def chooser(
 
 
 def planned_for(options: TrainOptions) -> str:
-    """The device and dtype for which memory is planned, in a sentence."""
+    """Return a sentence with the device and dtype for which memory is planned."""
     if options.device == "cpu":
         rates = f", with the rates of an {PLANS_FOR}" if options.capped else ""
         return f"This is for a CPU and {options.dtype}{rates}; --device cuda plans for a GPU."
@@ -165,7 +165,7 @@ def planned_for(options: TrainOptions) -> str:
 
 
 def planned_segments(choice: ChosenPlan, *, copies: bool) -> dict[str, int]:
-    """Bytes by segment of a plan under memory caps, on the device and on the host.
+    """Return the bytes by segment of a plan under memory caps, on the device and on the host.
 
     Args:
         copies: whether checkpoints are copied before they are written.
@@ -183,29 +183,29 @@ def planned_segments(choice: ChosenPlan, *, copies: bool) -> dict[str, int]:
 
 
 def copy_bytes(choice: ChosenPlan) -> int:
-    """Bytes of a checkpoint's copy; 0 where the host's cap has no room for it, and no copy is made."""
+    """Return the bytes of a checkpoint's copy; 0 if the host's cap has no room for one, so that none is made."""
     work = choice.plan.work
     n_bytes = work.n_trained * (work.precision.parameter_bytes + sum(n for _, n in work.moments))
     return n_bytes if n_bytes <= choice.spare_host_bytes else 0
 
 
 class CappedStep:
-    """The part of a ``TrainStep`` that the trainer uses, with a plan in place of a graph.
+    """A streamed step with the part of ``TrainStep``'s interface that the trainer uses.
 
     Attributes:
-        chunking: is saved with a checkpoint, as a mapping.
+        chunking: the chunking of its plan, which checkpoints save.
         evaluation_batch: the most sequences that ``loss_of`` takes.
 
     Raises:
-        Unsupported: the device cannot do what the case asks for, or is unknown (a ValueError).
-        ValueError: the caps are too small or more than there is, host memory cannot be pinned, or the weights to begin
-            with do not serve. From every call: torch was refused memory; after a step, the weights are of no step then.
+        Unsupported: the device does not support the case, or is unknown (a ValueError).
+        ValueError: the caps are too small or exceed the memory there is, host memory cannot be pinned, or the initial
+            weights are unsuitable. From calls: torch could not allocate memory; weights may then be partly updated.
     """
 
     def __init__(self, options: TrainOptions, case: TrainerCase, rank: Rank) -> None:
         device = rank.device
         check_supported(case, device)
-        messages = ring_messages(rank) if rank.world_size > 1 else None  # before the fence, which counts what they take
+        messages = ring_messages(rank) if rank.world_size > 1 else None  # before the fence, which counts their memory
         self.precision, on_gpu = case.precision, device.type == "cuda"
         self._planned_for = "" if on_gpu else planned_for(options)
         self._handed_on = messages.how if messages else ""
@@ -233,7 +233,7 @@ class CappedStep:
             raise ValueError(str(error).partition("\n")[0]) from error
         self.guard, self.model = self._step.guard, self._step.model()
         self.optimizer = self._step.optimizer_state(self.model, **options.adamw)
-        if options.init is None or options.lora:  # adapters are drawn as where nothing streams: after all weights
+        if options.init is None or options.lora:  # adapters are drawn after all weights, as in a step without streaming
             with self._refusals():
                 self._step.reset_parameters()
         if options.init is not None:
@@ -241,25 +241,25 @@ class CappedStep:
             self._step.begin_training()
 
     def __call__(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """Runs a whole step at the learning rate of the optimizer's first group; returns the loss before the update."""
+        """Run a step at the learning rate of the optimizer's first group; return the loss before the update."""
         self._layers.lr = self.optimizer.param_groups[0]["lr"]
         with self._refusals():
             return self._step(token_ids, targets)
 
     def loss_of(self, token_ids: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of at most ``evaluation_batch`` sequences; nothing is learned."""
+        """Return the mean loss of at most ``evaluation_batch`` sequences, without an update."""
         with self._refusals():
             return self._step.evaluate(token_ids, targets)
 
     def explanation(self) -> Iterator[str]:
-        """The plan in sentences, and the effect of the caps on a run that resumes."""
+        """Yield sentences about the plan, and about the effect of the caps on a resumed run."""
         yield from filter(None, (self._planned_for, self._handed_on))
         yield from explanation(self.choice)
         if self._cut_anew:
             yield "The caps do not hold the chunks of the steps before: from here on sums are rounded in another order."
 
     def in_use(self) -> dict[str, int]:
-        """The most bytes in use so far, as segments of a ``Memory`` record."""
+        """Return the peak bytes in use so far, as segments of a ``Memory`` record."""
         if self._fence is None:
             device, host = self._step.slab_bytes
             return {"in all": device, "in all on the host": host}
@@ -267,7 +267,7 @@ class CappedStep:
         return {"context, libraries": used.context, "in all": used.device, "in all on the host": used.host}
 
     def passed(self) -> str | None:
-        """Which cap has been passed, in one sentence; None if both hold."""
+        """Return a sentence about a cap that was exceeded, or None if both hold."""
         try:
             if self._fence is not None:
                 self._fence.check()

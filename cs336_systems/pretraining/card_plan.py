@@ -1,13 +1,13 @@
-"""The fastest way to train a model on a card, predicted without the card.
+"""The fastest way to train a model on a GPU ("card"), predicted without the GPU.
 
     plan = CardPlan.of(options, Asked(gpu="rtx-4090", host_gib=64))
     plan.best["bf16"].tokens_per_s, str(plan.fastest)
 
-The search tries every combination of ``--keep``, micro-batch, offload, ZeRO level and tensor ranks that was not given,
-in bf16 and with blocks' matmuls in fp8. Memory peaks come from ``costs/parallelism/rank_memory.py``, seconds from
-``seconds.py`` beside it. If the host's memory is given and nothing else is, one GPU may also stream layers
-(``streaming/choose.py``), in a dtype in which the step does not fit otherwise. Layers of a run with --device-gib are
-streamed in any case. ``report/card_plan.py`` prints a plan. Imports no torch.
+The search tries every combination of ``--keep``, micro-batch, offload, ZeRO level and tensor ranks, except of options
+that were given, in bf16 and with blocks' matmuls in fp8. Memory peaks come from ``costs/parallelism/rank_memory.py``,
+seconds from ``seconds.py`` beside it. If none of these options is given but the host's memory is, the search also
+streams layers through one GPU (``streaming/choose.py``) in a dtype in which the step does not fit otherwise. A run with
+--device-gib always streams layers. ``report/card_plan.py`` prints a plan. Imports no torch.
 """
 
 import math
@@ -36,26 +36,26 @@ from cs336_systems.refusals import refusal
 from cs336_systems.streaming.choose import HOST_OVERHEAD, Caps, CapsTooSmallError, ChosenPlan, choose, staging_bytes
 
 TOKENS_PER_STEP = 524_288
-"""Tokens of a step if --total-batch-tokens is not given: about so many."""
+"""Approximate tokens of a step if --total-batch-tokens is not given."""
 _LEAST_SHARE = 7 / 8
-"""Share of ``TOKENS_PER_STEP`` that a step has at least, if whole micro-batches of more than one size make it up."""
+"""The least share of ``TOKENS_PER_STEP`` to which a step is rounded down so that larger micro-batches divide it."""
 KEEPS = ("all", "all-norm", "all-norm-swiglu", "products-ffn", "attention", "input")
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("m", "v"), ("residual",), ("m", "v", "residual"))
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 AS_FAST = 2e-3
-"""How much slower than the fastest, as a share of its tokens/s, a way may be that has less on the host."""
+"""A way with less on the host is preferred if its tokens/s are at most this share below the fastest's."""
 EFFORT = 16_000
-"""Operations that are simulated in each part of the search for a streamed plan, a fifth of those for a run."""
+"""Operations simulated in each part of the search for a streamed plan: a fifth of those simulated for a run."""
 TRIED = (*CHOSEN, "zero", "tensor", "tensor_by")
-"""The options of which every value is tried, unless they were given."""
+"""Options whose values are all tried unless given."""
 RECIPES = {"bf16": STORED, "fp8": Recipe("e4m3")}
 
 
 def _tokens_per_step(least: int) -> int:
-    """Return about ``TOKENS_PER_STEP``, in as many whole micro-batches as possible of every size that is tried.
+    """Return at most ``TOKENS_PER_STEP``, rounded down so that the largest possible micro-batch size divides it.
 
     Args:
-        least: tokens of a step in which each GPU has one micro-batch of the least size.
+        least: tokens of a step in which each GPU has one micro-batch of the least size; also the least result.
     """
     for micro_batch in reversed(MICRO_BATCHES):
         tokens = TOKENS_PER_STEP // (micro_batch * least) * micro_batch * least
@@ -82,7 +82,7 @@ class Way:
         return sum(self.device_parts.values())
 
     def __str__(self) -> str:
-        """Return the options of train.py in which ways differ most, or how layers are streamed."""
+        """Return the chosen options of train.py except the matmul dtype, or how layers are streamed."""
         if self.streamed is not None:
             plan = self.streamed.plan
             rounds = f"{plan.rounds} {plan.order} rounds of {plan.round_tokens:,} tokens"
@@ -96,17 +96,17 @@ class Way:
 
     @property
     def arguments(self) -> str:
-        """The options of train.py that tell this way from others of a plan."""
+        """The options of train.py that distinguish this way from others of a plan."""
         return f"{self} --matmul-dtype {self.recipe.matmul}" if self.recipe.quantized else str(self)
 
 
 class NothingFits(ValueError):
-    """No way to run the step fits the card."""
+    """No way to run the step fits the GPU."""
 
 
 @dataclass(frozen=True)
 class CardPlan:
-    """A model and a card, and the ways to train the one on the other."""
+    """A model, a GPU, and the ways to train the model on it."""
 
     config: ModelConfig
     length: int
@@ -125,12 +125,12 @@ class CardPlan:
         """Return the plan for a run's options.
 
         Args:
-            given: names of options in ``TRIED`` that are not to be chosen.
-            config: of the model; by default that of ``--size``.
+            given: names of options in ``TRIED`` that keep their values.
+            config: the model's; by default that of ``--size``.
 
         Raises:
-            ValueError: the card is unknown or has no published peak, a step is no whole number of sequences, GPUs
-                cannot be divided into tensor ranks, or the options ask for steps that are not planned.
+            ValueError: the GPU is unknown or has no published peak, a step is no whole number of sequences, GPUs
+                cannot be divided into tensor ranks, or the options describe steps that are not planned.
         """
         hardware = hardware_named(asked.gpu)
         hardware.peaks("bf16")
@@ -184,9 +184,9 @@ class CardPlan:
 
     @cached_property
     def recipes(self) -> dict[str, Recipe]:
-        """The recipes that are tried, by name: that of the options, if they quantize, in place of the usual one.
+        """The recipes that are tried, by name; ``fp8`` is the options' own recipe if that quantizes.
 
-        fp8 is not, if the card has no products in it or they do not take sequences of this length.
+        There is no ``fp8`` if the GPU has no fp8 matmuls or they do not support sequences of this length.
         """
         own: Recipe = replace(self.own, total_batch_tokens=None).training_case(self.config, 1).recipe
         fp8 = own if own.quantized else RECIPES["fp8"]
@@ -195,19 +195,19 @@ class CardPlan:
 
     @property
     def device_bytes(self) -> float:
-        """Bytes of one card that tensors may take, or the limit that was given."""
+        """Bytes of one GPU that tensors may take, or the limit of ``--device-gib``."""
         limit = self.own.device_gib
         return USABLE * (self.hardware.memory_bytes or 0) if limit is None else limit * GIB
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of host memory for one rank's states; none if the host's memory is not given."""
+        """Bytes of host memory for one rank's states; 0 if the host's memory is not given."""
         given = self.asked.host_gib
         return 0.0 if given is None else max(0.0, given * GIB / self.asked.gpus - HOST_OVERHEAD)
 
     @property
     def may_stream(self) -> bool:
-        """Whether layers stream, or would if nothing else fitted."""
+        """Whether layers must stream, or may if nothing else fits."""
         return self.own.capped or (self.asked.gpus == 1 and self.asked.host_gib is not None and not self.given)
 
     def _layouts(self) -> Iterator[Layout]:
@@ -228,7 +228,7 @@ class CardPlan:
                     yield self._layout(data, zero, tensor, tensor_by, keep, micro_batch)
 
     def _tried(self, name: str, values: Iterable[Any]) -> Iterable[Any]:
-        """Return the values of an option that are tried: all, or the one that was given."""
+        """Return the values to try for an option: all, or the given one."""
         if name not in self.given:
             return values
         return ((self.own.kept if name == "keep" else vars(self.own))[name],)
@@ -246,7 +246,7 @@ class CardPlan:
         return Way(layout, offload, recipe, seconds, parts, self._on_host(layout, offload), rate)
 
     def step_settings(self, recipe: Recipe, offload: frozenset[str]) -> dict[str, Any]:
-        """Return the keywords of ``step_seconds`` for a way."""
+        """Return keyword arguments of ``step_seconds`` for a way."""
         launches = self.own.cuda_graph == "off"
         return {"moments": self.moments, "recipe": recipe, "offload": offload, "launches": launches}
 
@@ -264,10 +264,11 @@ class CardPlan:
 
     @cached_property
     def best(self) -> dict[str, Way]:
-        """The fastest ways that fit: ``bf16`` and ``fp8``, or ``streamed`` and ``streamed fp8`` where only these do.
+        """The fastest way that fits, by dtype: ``bf16`` and ``fp8``, or ``streamed`` and ``streamed fp8`` if only
+        streamed layers fit.
 
         Raises:
-            NothingFits: no way does; the message says what is short, and by how much.
+            NothingFits: no way fits; the message says what is short, and by how much.
         """
         found, least = ({}, None) if self.own.capped else self._fastest(self.recipes, self._layouts())
         short: ValueError | None = None
@@ -283,7 +284,7 @@ class CardPlan:
         return found or self._refuse(least)
 
     def _fastest(self, recipes: Mapping[str, Recipe], layouts: Iterable[Layout]) -> tuple[dict[str, Way], Way | None]:
-        """Return, by recipe, the way that ``_taken`` picks of those that fit, and the way with the lowest peak."""
+        """Return, by recipe, the way that ``_taken`` picks among those that fit, and the way with the lowest peak."""
         ways: dict[str, list[Way]] = {}
         least: Way | None = None
         for layout, offload in product(layouts, map(frozenset, self._tried("offload", OFFLOADS))):
@@ -300,9 +301,9 @@ class CardPlan:
         return found, least
 
     def _taken(self, ways: Iterable[Way]) -> Way | None:
-        """Return the accepted way with the least on the host, of those within ``AS_FAST`` of the fastest.
+        """Return the valid way with the fewest host bytes among those within ``AS_FAST`` of the fastest.
 
-        Of several the one with the fewest tensor ranks, then with the least that is sharded.
+        Ties are broken by fewer tensor ranks, then by the lower ZeRO level.
         """
         fastest: list[Way] = []
         for way in sorted(ways, key=lambda way: -way.tokens_per_s):
@@ -335,7 +336,7 @@ class CardPlan:
     def chosen(self) -> Way | None:
         """The fastest way that fits and differs from the options only in micro-batch, ``keep`` and offload.
 
-        None if ``as_asked`` is.
+        None if ``as_asked`` is None.
 
         Raises:
             NothingFits: no way fits.
@@ -355,8 +356,8 @@ class CardPlan:
         return self._refusal(way.recipe, total_batch_tokens=None, **how)
 
     def _refusal(self, recipe: Recipe, **how: Any) -> str | None:
-        """Return why no run can have these options beside the plan's, or None if one can."""
-        # Options of quantized matmuls are left out of the command of a way without.
+        """Return why these options, with the plan's other ones, are invalid, or None if they are valid."""
+        # The command of a way without quantized matmuls leaves out their options.
         plain = {} if recipe.quantized else {name: getattr(TrainOptions, name) for name in RECIPE}
         options = replace(self.own, **plain | how | {"matmul_dtype": recipe.matmul})
         try:

@@ -1,16 +1,16 @@
-"""Conversations as text, by a tokenizer's own chat template, and which characters and tokens of it are answers.
+"""Conversations as text, by a tokenizer's own chat template, with the characters and tokens that are answers.
 
     template = ChatTemplate.find(Path("Qwen2.5-0.5B-Instruct"))
     messages = messages_of({"prompt": "2 + 2?", "completion": "4"}, "line 1", Counter())
     text, answers = template.conversation(messages)             # answers: (first, last + 1) characters of each
     ((ids, is_answer),) = ChatEncoder(tokenizer.json()).encode([text], [answers])
 
-Templates are Jinja, run in its sandbox with the tags, filters and functions that transformers gives them, so text and
-tokens are those of ``apply_chat_template``. As there, text of a message that spells a special token is that token.
+Templates are Jinja, run in its sandbox with the tags, filters and functions that transformers provides, so text and
+tokens equal those of ``apply_chat_template``. As there, message text that spells a special token becomes that token.
 
-Where a template marks answers by ``{% generation %}``, those are the answers. Of others an answer begins where the
-template, asked for the next answer, would let the model begin, and ends with the end of its turn, without the white
-space behind. Tools are not rendered: messages of tools and answers that only call one are left out and counted.
+If a template marks answers by ``{% generation %}``, the marks are used. Otherwise an answer begins where the template's
+generation prompt ends, and ends with the end of its turn, without trailing white space. Tools are not rendered:
+messages of tools and answers that only call one are left out and counted.
 """
 
 import json
@@ -36,19 +36,19 @@ ROLES = ("system", "developer", "user", "assistant")
 TOOL_MESSAGES, WITHOUT_ANSWER = "messages of tools left out", "conversations without an answer left out"
 TOOL_LISTS, TOOL_CALLS = "lists of tools left out", "calls of tools beside an answer left out"
 HALF_PAIRS = "rows with halves of surrogate pairs, which became ?"
-"""These are counted while conversations are read."""
+"""Keys of the counts that are made while conversations are read."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names that data give a message's reasoning; transformers hands it on by the first two, and so does this."""
+"""Names of a message's reasoning in data sets. Templates get it under the first two, as from transformers."""
 _BEGIN, _END, _PROBE = "\ue0f0\ue0f1", "\ue0f1\ue0f0", "\ue0f2probe\ue0f2"
-"""Private characters, which no tokenizer's template has: around answers, and in the place of one."""
+"""Marks around answers and a placeholder for an answer, of private characters that no template contains."""
 
 Answers = tuple[tuple[int, int], ...]
 """(First, last + 1) character of each answer of a text."""
 
 
 class _Generation(Extension):
-    """``{% generation %}`` .. ``{% endgeneration %}``: what is between is an answer."""
+    """The tags ``{% generation %}`` .. ``{% endgeneration %}`` around an answer."""
 
     tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
@@ -73,11 +73,11 @@ class ChatTemplate:
     """A chat template.
 
     Args:
-        source: in Jinja.
-        special_tokens: what the template calls bos_token, eos_token and so on.
+        source: the template's Jinja text.
+        special_tokens: values of the template's variables bos_token, eos_token and so on.
 
     Raises:
-        ValueError: it is no template.
+        ValueError: the source is not valid Jinja.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -96,16 +96,16 @@ class ChatTemplate:
     def find(
         cls, tokenizer: Path | None, file: Path | None = None, eos: str | None = None, *, advice: str = ""
     ) -> Self:
-        """The template of a tokenizer's folder, or of a file; special tokens are those of the tokenizer's config.
+        """Return the template of a tokenizer's folder, or of a file; the tokenizer's config names special tokens.
 
         Args:
-            tokenizer: a ``tokenizer.json`` or its folder; None for one that is made here.
-            eos: the end of text, whatever the config says.
-            advice: ends the sentence that there is no template.
+            tokenizer: a ``tokenizer.json`` or its folder; None for a tokenizer trained by this package.
+            eos: the end-of-text token, which overrides the config's.
+            advice: is appended to the error message if there is no template.
 
         Raises:
-            ValueError: there is none, or no tokenizer.
-            OSError: it cannot be read.
+            ValueError: there is no template or tokenizer, or one is damaged.
+            OSError: a file cannot be read.
         """
         if tokenizer is not None and not tokenizer.exists():
             raise ValueError(f"tokenizer {tokenizer} does not exist{how_to_download(tokenizer)}")
@@ -135,10 +135,10 @@ class ChatTemplate:
         return cls(source, named)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, answer_next: bool = False) -> str:
-        """The text of a conversation, and with ``answer_next`` what lets the model begin its answer.
+        """Return the text of a conversation, with the generation prompt if ``answer_next``.
 
         Raises:
-            ValueError: the template refuses the conversation, as for roles that do not alternate.
+            ValueError: the template rejects the conversation, for example because roles do not alternate.
         """
         return self._rendered(messages, answer_next).replace(_BEGIN, "").replace(_END, "")
 
@@ -148,11 +148,12 @@ class ChatTemplate:
             return self._template.render(messages=list(messages), **(self._special_tokens | shared))
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from None
-        except Exception as error:  # a template is a program: it may divide by zero, or call itself without end
+        except Exception as error:  # a template is a program: it may divide by zero or recurse endlessly
             raise ValueError(f"the chat template fails on the conversation: {error}") from None
 
     def conversation(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, Answers]:
-        """The text of a conversation, and where its answers are; raises as ``render``, or if that is unclear."""
+        """Return a conversation's text and its answers' spans; raises ValueError as ``render``, or if spans are
+        ambiguous."""
         marked = self._rendered(messages, False)
         text = marked.replace(_BEGIN, "").replace(_END, "")
         if _BEGIN in marked:
@@ -161,7 +162,7 @@ class ChatTemplate:
         return text, tuple(self._answer(messages, i, text) for i in answers)
 
     def stops(self, encoder: "ChatEncoder", eos_id: int) -> frozenset[int]:
-        """The token that ends an answer, one of its own or the end of text; none if the template writes neither."""
+        """Return the id of the token that ends an answer: end of turn or end of text; empty if there is neither."""
         messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _PROBE}]
         end_of_turn = self.render(messages).partition(_PROBE)[2].rstrip()
         ((ids, _),) = encoder.encode([end_of_turn], [()])
@@ -177,13 +178,13 @@ class ChatTemplate:
         if not (text.startswith(before) and text.endswith(rest) and rest.startswith(end_of_turn)):
             fault = f"the chat template writes what is around answer {i + 1} in several ways"
             raise ValueError(f"{fault}, so it must mark answers by {{% generation %}}")
-        # What follows the end of a turn, as a line's end, is never generated: generation stops at that end.
+        # White space after the end of a turn is never generated: generation stops at the end of the turn.
         kept = end_of_turn.rstrip()
         return len(before), len(text) - len(rest) + len(kept)
 
 
 def _marked(text: str) -> Iterator[tuple[int, int]]:
-    """The spans between marks, counted without these."""
+    """Yield the (first, last + 1) characters between marks, in the text without marks."""
     before, *parts = text.split(_BEGIN)
     done = len(before)
     for part in parts:
@@ -193,10 +194,10 @@ def _marked(text: str) -> Iterator[tuple[int, int]]:
 
 
 def messages_of(row: Mapping[str, Any], place: str, counted: Counter[str]) -> list[dict[str, Any]]:
-    """The messages of a JSON line: under ``messages``, or its ``prompt`` and ``completion``, each text or messages.
+    """Return the messages of a JSON line: ``messages``, or ``prompt`` and ``completion``, each text or messages.
 
     Args:
-        counted: is told what is left out.
+        counted: is incremented for everything left out.
 
     Raises:
         ValueError: there are no such fields, a message lacks role or content, or its role is unknown.
@@ -245,13 +246,14 @@ def _text(value: str) -> str:
 
 @dataclass
 class ChatReader:
-    """JSON lines to conversations; ``counted`` says what the last pass over all files has left out."""
+    """Converts JSON lines to conversations; ``counted`` counts what the last pass over all files left out."""
 
     template: ChatTemplate
     counted: Counter[str]
 
     def read(self, row: Any, place: str) -> tuple[str, Answers]:
-        """Text and answers of a line's value; no text if there is no answer. Raises ValueError with the place."""
+        """Return text and answers of a line's value, or no text if it has no answer; raises ValueError with
+        ``place``."""
         if not isinstance(row, dict):
             raise ValueError(f"{place}: a conversation is an object, got {type(row).__name__}")
         messages = messages_of(row, place, self.counted)
@@ -265,7 +267,7 @@ class ChatReader:
 
 
 class ChatEncoder:
-    """Text with special tokens in it to ids, as transformers has it; ``definition`` is a ``tokenizer.json``'s text."""
+    """Encodes text with special tokens as transformers does; ``definition`` is a ``tokenizer.json``'s text."""
 
     def __init__(self, definition: str) -> None:
         self._definition = Definition.from_str(definition)
@@ -274,7 +276,7 @@ class ChatEncoder:
         self._definition.no_padding()
 
     def begins_within_a_token(self, text: str, answers: Answers) -> bool:
-        """Whether a text's first answer does not begin with a token: then a model is never asked what it learned."""
+        """Return whether the first answer begins inside a token: then generation never starts as in training."""
         if not answers:
             return False
         before = text[: answers[0][0]]
@@ -282,7 +284,7 @@ class ChatEncoder:
         return ids[: len(so_far)].tolist() != so_far.tolist()
 
     def encode(self, texts: Sequence[str], answers: Sequence[Answers]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """(ids (n,) uint32, whether each is of an answer (n,) bool) of every text, nothing before it or behind."""
+        """Return for every text its ids, (n,) uint32, and a mask of answers, (n,) bool; no bos or eos is added."""
         found = []
         for one, spans in zip(
             self._definition.encode_batch(list(texts), add_special_tokens=False), answers, strict=True

@@ -1,16 +1,16 @@
-"""The folder of a run: which model it trains, with which tokenizer, and the checkpoints; its model read by anyone.
+"""The folder of a run: its model's description, its tokenizer and its checkpoints; writing it and loading the model.
 
     model = write_run_json(Path("runs/stdlib"), ModelOfRun(config, dataset.tokenizer, dataset.eos_id))  # at the start
     saved = load_weights(Path("runs/stdlib"))                     # the newest; or one: runs/stdlib/step-00000200
 
     runs/stdlib/
       run.json                  layout, the fields of ModelConfig, the id of the token that ends documents; adapters and
-                                the weights that they belong to, if adapters are trained (``adapters.py``)
-      tokenizer.json            a copy, with the files that transformers reads beside it
+                                their base weights, if adapters are trained (``adapters.py``)
+      tokenizer.json            a copy, and the other tokenizer files that transformers reads
       log.jsonl                 the run's records (``run_records.py``)
       step-00000200/            a checkpoint, as distributed/checkpoint.py writes it
 
-Reading takes one process and no GPU, whatever the number of ranks that wrote, and leaves optimizer states on the disk.
+Loading takes one process and no GPU, for any number of ranks that saved, and reads no optimizer states.
 """
 
 import json
@@ -45,13 +45,13 @@ class ModelOfRun:
     tokenizer: Path
     eos_id: int
     adapters: AdaptersOfRun | None = None
-    """What is trained instead of the weights, if they are frozen."""
+    """The adapters, if they are trained instead of the weights."""
 
     def load_tokenizer(self) -> JsonTokenizer:
-        """The tokenizer.
+        """Load the tokenizer.
 
         Raises:
-            ValueError: it is missing, damaged, without that id or larger than the model's vocabulary.
+            ValueError: it is missing, damaged, without the id ``eos_id``, or larger than the model's vocabulary.
             OSError: it cannot be read.
         """
         loaded = load_tokenizer(self.tokenizer, self.eos_id)
@@ -66,8 +66,8 @@ class SavedModel:
     """The model of a checkpoint.
 
     Attributes:
-        weights: whole tensors on the CPU, by the names of a ``TransformerLM``; adapters are merged into their matrices.
-        adapters: the parameters of adapters alone, if these were trained.
+        weights: unsharded CPU tensors by ``TransformerLM`` parameter names, with adapters merged.
+        adapters: the adapters' own parameters; empty if none were trained.
     """
 
     model: ModelOfRun
@@ -78,10 +78,10 @@ class SavedModel:
 
 
 def write_run_json(folder: Path, model: ModelOfRun) -> ModelOfRun:
-    """Describe a run in its folder, which is made, and copy the tokenizer there; once described it stays as it is.
+    """Create a run's folder with its description and tokenizer; an existing description is checked and kept.
 
     Raises:
-        ValueError: the tokenizer does not serve, or the folder is that of another run.
+        ValueError: the tokenizer is unsuitable, or the folder belongs to a run of another model.
         OSError: something cannot be read or written.
     """
     loaded = model.load_tokenizer()
@@ -107,16 +107,16 @@ def write_run_json(folder: Path, model: ModelOfRun) -> ModelOfRun:
 
 
 def _identity(model: ModelOfRun) -> dict[str, Any]:
-    """What a run cannot change, by name."""
+    """Return the properties that a run cannot change, by name."""
     found, adapters = {"eos_id": model.eos_id} | asdict(model.config), model.adapters
     lora = None if adapters is None else str(adapters.lora)
     return found | {"LoRA": lora, "the checksum of its base": adapters and adapters.checksum}
 
 
 def check_same_model(origin: Path, model: ModelOfRun) -> None:
-    """Raise ValueError if the run whose checkpoint is taken up trains another model; what it is called does not count.
+    """Raise ValueError if the run whose checkpoint is resumed trains another model; the model's name may differ.
 
-    Shapes alone do not tell: two models may differ in their rotary angles, two sets of adapters in their base.
+    Equal shapes are not enough: models may differ in rotary angles, and adapters in their base.
     """
     folder = origin.resolve().parent if is_checkpoint(origin) else origin
     if not (folder / RUN).exists():  # the checkpoint was moved away from its run
@@ -127,16 +127,16 @@ def check_same_model(origin: Path, model: ModelOfRun) -> None:
 
 
 def _written_out(model: ModelOfRun) -> ModelOfRun:
-    """The model without a name, and with what follows from its other sizes."""
+    """Return the model without its name, and with derived sizes filled in."""
     config = model.config
     heads: dict[str, Any] = {"n_kv_heads": config.kv_heads, "head_dim": config.d_head}
     return replace(model, config=replace(config, name="", max_context_length=None, **heads))
 
 
 def read_run_json(folder: Path) -> ModelOfRun:
-    """The model that ``write_run_json`` described.
+    """Read what ``write_run_json`` wrote.
 
-    Raises ValueError if there is no description, it is damaged, or of another version; OSError if it cannot be read.
+    Raises ValueError if ``run.json`` is missing, damaged, or of another version; OSError if it cannot be read.
     """
     file = folder / RUN
     if not file.exists():
@@ -157,7 +157,7 @@ def read_run_json(folder: Path) -> ModelOfRun:
 
 
 def goes_on_from(out: Path, resume_from: Path | None) -> Path:
-    """Where a run takes up a checkpoint: in its own folder, or, as long as that has none, where it is to resume from.
+    """Return where a run finds its checkpoint: in its own folder, or in ``resume_from`` as long as that has none.
 
     Raises:
         ValueError: there is no complete checkpoint, or it is in the run's own folder.
@@ -181,16 +181,15 @@ def goes_on_from(out: Path, resume_from: Path | None) -> Path:
 
 
 def load_weights(path: Path, *, merge: bool = True, tell: Tell = warnings.warn) -> SavedModel:
-    """The model of a checkpoint, or of the newest sound one in the folder of a run.
+    """Load the model of a checkpoint, or of the newest undamaged checkpoint in the folder of a run.
 
     Args:
-        merge: read the base of adapters, too, and add them to its matrices; otherwise there are no weights.
-        tell: called with a sentence about each checkpoint that is passed over as damaged.
+        merge: merge adapters into their base; without it, only the adapters are loaded and ``weights`` is empty.
+        tell: called with a sentence about each checkpoint that is skipped as damaged.
 
     Raises:
-        ValueError: there is no run, no checkpoint, none that is whole, or it is of another model; the base of its
-            adapters is not where it was.
-        OSError: something cannot be read.
+        ValueError: there is no run or no complete checkpoint, it is of another model, or the adapters' base is missing.
+        OSError: a file cannot be read.
     """
     model = read_run_json(path.resolve().parent if is_checkpoint(path) else path)
     stored, damaged = find_checkpoint(path)
@@ -208,10 +207,10 @@ def load_weights(path: Path, *, merge: bool = True, tell: Tell = warnings.warn) 
 
 @dataclass(frozen=True)
 class RunnableModel:
-    """A model that can be run, its tokenizer, and its checkpoint's step, None if it is from Hugging Face.
+    """A model that can be run, its tokenizer, and its checkpoint's step (None for a Hugging Face folder).
 
     Attributes:
-        eos_ids: ids that end a text, that of the tokenizer among them.
+        eos_ids: ids that end a text, including the tokenizer's.
     """
 
     model: TransformerLM
@@ -223,12 +222,12 @@ class RunnableModel:
 def load_trained(
     path: Path, *, device: torch.device | str, dtype: torch.dtype, tell: Tell = warnings.warn
 ) -> RunnableModel:
-    """The reference model from the folder of a run, one of its checkpoints, or a Hugging Face folder.
+    """Load the reference model from the folder of a run, one of its checkpoints, or a Hugging Face folder.
 
     ``tell`` is that of ``load_weights``.
 
     Raises:
-        ValueError: it is none of these, damaged, of another model, or without a tokenizer.
+        ValueError: the path is none of these, damaged, of another model, or without a tokenizer.
         OSError: something cannot be read.
     """
     if (path / "config.json").exists():
@@ -240,13 +239,13 @@ def load_trained(
     model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(saved.weights.pop(name))  # so that two copies are never whole
+            parameter.copy_(saved.weights.pop(name))  # so that two whole copies never exist
     model.rotary.reset_parameters()
     return RunnableModel(model, tokenizer, frozenset([tokenizer.eos_id]), saved.step)
 
 
 def _eos_ids(folder: Path, tokenizer: JsonTokenizer) -> frozenset[int]:
-    """The ids that end a text by a Hugging Face folder: its generation_config.json is asked before its config.json."""
+    """Return the ids that end a text: the tokenizer's, and those of generation_config.json or else config.json."""
     for file in (folder / "generation_config.json", folder / "config.json"):
         found = read_json(file).get("eos_token_id") if file.exists() else None
         if found is not None:

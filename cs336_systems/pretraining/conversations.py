@@ -1,12 +1,13 @@
-"""Conversations as rows of equal length: one a row and padding, or several packed, which do not see each other.
+"""Conversations as rows of equal length: one per row with padding, or several packed, which do not see each other.
 
     rows = Conversations(dataset.train, 2048, vocab_size, "cuda", packing=True)
     inputs, targets = rows.send(rows.read([0, 1]))      # (2, 2048, 2) tokens and starts, (2, 2048) targets
 
-Only tokens of answers are targets; others are ``IGNORED``, and so is padding. Targets stay in host memory, where the
-head learns which rows need no logits (``linear_cross_entropy.py``). A conversation of n tokens takes n - 1 places, as
-its last token is a target alone. Packing takes the longest first and puts each where the least space is left (best-fit
-decreasing; Johnson 1974); what shares a row is the same in all epochs, and the order of rows is drawn anew.
+Only tokens of answers are targets; other tokens and padding are ``IGNORED``. Targets stay in host memory, where the
+head reads which rows need no logits (``linear_cross_entropy.py``). A conversation of n tokens takes n - 1 positions, as
+its last token is only a target. Packing places conversations from the longest to the shortest, each into the row with
+the least sufficient space (best-fit decreasing; Johnson 1974). Rows are the same in all epochs; their order is shuffled
+in each.
 """
 
 from bisect import bisect_left, insort
@@ -29,8 +30,8 @@ class Conversations(Sequences):
     """The conversations of a stream with marks, in rows.
 
     Args:
-        packing: whether whole conversations share a row; inputs are then (rows, context_length, 2), the tokens and the
-            first place of each token's conversation. Otherwise they are (rows, context_length), one conversation each.
+        packing: whether whole conversations share a row. Inputs are then (rows, context_length, 2): each token and the
+            first position of its conversation. Otherwise they are (rows, context_length), one conversation each.
         long: whether conversations beyond the context are cut or dropped.
 
     Raises:
@@ -54,7 +55,7 @@ class Conversations(Sequences):
         too_long = length > context_length + 1
         kept = length > 1 if long == "cut" else (length > 1) & ~too_long
         begin, length = begin[kept], np.minimum(length, context_length + 1)[kept]
-        # What can be a target begins with the second token of each; the 0 behind all lets the last one end.
+        # Targets are the tokens from the second of each conversation on; reduceat needs the appended 0 as a last end.
         answers = np.append(marks & ANSWER, np.uint8(0))
         edges = np.stack((begin + 1, begin + length), axis=1).ravel()
         n_targets = np.add.reduceat(answers, edges, dtype=np.int64)[::2] if len(edges) else np.zeros(0, np.int64)
@@ -105,18 +106,18 @@ class Conversations(Sequences):
                 for each in starts:
                     each[row, own] = place
                 place = own.stop
-            for each in starts:  # padding sees itself alone
+            for each in starts:  # padding sees only itself
                 each[row, place:] = place
         return batch
 
     def send(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the inputs alone; targets stay in memory from which the device can copy."""
+        """Send only the inputs to the device; targets stay in (pinned) host memory."""
         inputs, *starts = (each.to(self.device, non_blocking=True) for each in (batch[0], *batch[2:]))
         return (torch.stack((inputs, *starts), dim=-1) if starts else inputs), batch[1]
 
 
 def packed(sizes: NDArray[np.int64], capacity: int) -> list[list[int]]:
-    """Rows of numbers of items, each of ``sizes`` up to ``capacity``: best-fit decreasing."""
+    """Pack items of ``sizes`` into rows of ``capacity`` by best-fit decreasing; return each row's item indices."""
     rows: list[list[int]] = []
     with_space: dict[int, list[int]] = {}
     spaces: list[int] = []  # the keys of ``with_space``, sorted

@@ -4,9 +4,9 @@
     for document in corpus.documents(): ...
 
 The order is that of the paths given, and of names within a folder. Files may be compressed (``unpacked.py``). Text is
-UTF-8, or what a byte-order mark or the caller says; anything else is refused, so that no text is changed silently. Only
-in the standard library, whose tests hold such files, such bytes become U+FFFD. Documents without text are left out.
-Only the present document, or the present rows of Parquet, are in memory.
+UTF-8, or in the encoding of a byte-order mark or of the caller; other bytes raise ValueError, so that no text changes
+silently. Only in the standard library, whose tests contain such files, do invalid bytes become U+FFFD. Documents
+without text are left out. Only the current document, or the current batch of Parquet rows, is in memory.
 """
 
 import json
@@ -25,9 +25,9 @@ from cs336_systems.pretraining.chat import HALF_PAIRS, Answers, ChatReader
 from cs336_systems.pretraining.unpacked import PACKED, Utf8File, plain_name, unpacked
 
 SUFFIXES = (".py", ".txt", ".md", ".jsonl", ".parquet")
-"""Suffixes of the files that are taken from folders, unless others are asked for."""
+"""Default suffixes of the files that are read from folders."""
 MOST_BYTES = 64 * 2**20
-"""The most bytes of a document in a text file: one without separators is rarely meant to be one document."""
+"""The most bytes of a document in a text file: a larger file without separators is rarely meant as one document."""
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
@@ -38,7 +38,7 @@ REPLACED, RECODED = "files not UTF-8 in places, where bytes became U+FFFD", "fil
 
 
 class Document(NamedTuple):
-    """A text, how many bytes of its file it accounts for, and where in a conversation the answers are."""
+    """A text, how many bytes of its file it accounts for, and the spans of answers if it is a conversation."""
 
     text: str
     file_bytes: int
@@ -50,14 +50,14 @@ class Corpus:
     """Files whose documents are read one after the other.
 
     Attributes:
-        name: a short one, for folders.
+        name: a short name, for folders.
         field: the field of a JSON line, or the column of Parquet, that holds the text.
         separator: the text between the documents of a text file; without one each file is a document.
-        strict: refuse text that is in another encoding.
-        encoding: that of files without a byte-order mark; UTF-8 if None.
-        skipped: how many files of each other suffix the folders have, the most frequent first.
-        chat: reads each JSON line as a conversation instead.
-        counted: what the last pass over all files has left out, replaced or recoded, and how often.
+        strict: reject text that is in another encoding.
+        encoding: the encoding of files without a byte-order mark; UTF-8 if None.
+        skipped: how many files with each other suffix the folders have, the most frequent first.
+        chat: if given, reads each JSON line as a conversation.
+        counted: counts of what the last pass over all files left out, replaced or recoded.
     """
 
     name: str
@@ -81,14 +81,14 @@ class Corpus:
         separator: str | None = None,
         encoding: str | None = None,
     ) -> Self:
-        """The files that paths name; without a path, the standard library of the running Python.
+        """Find the files that paths name; without a path, the standard library of the running Python.
 
         Args:
-            suffixes: those of the files that are taken from folders, in upper or lower case; hidden files are not.
+            suffixes: read files with these suffixes from folders, ignoring case; hidden files are skipped.
 
         Raises:
-            ValueError: a path is not there, a folder has no such files, one is compressed in a way that is not read,
-                the encoding is unknown, or the separator is empty.
+            ValueError: a path does not exist, a folder has no such files, a file's compression is not supported, the
+                encoding is unknown, or the separator is empty.
             OSError: a folder cannot be read.
         """
         try:
@@ -120,15 +120,15 @@ class Corpus:
 
     @property
     def n_bytes(self) -> int:
-        """The size of all files together."""
+        """The total size of all files."""
         return sum(path.stat().st_size for path in self.files)
 
     def documents(self) -> Iterator[Document]:
-        """All documents, in order.
+        """Yield all documents, in order.
 
         Raises:
-            ValueError: a file is not what its name says, no text in its encoding, lacks the field, is too large to be
-                one document, or needs a library that is not installed.
+            ValueError: a file's content does not match its suffix or encoding, lacks the field, is too large to be one
+                document, or needs a library that is not installed.
             OSError: a file cannot be read.
         """
         self.counted.clear()
@@ -140,7 +140,7 @@ class Corpus:
             yield from (document for document in found if document.text)
 
     def _of_text(self, path: Path, suffix: str) -> Iterator[Document]:
-        """The documents of a text file or of JSON lines."""
+        """Yield the documents of a text file or of JSON lines."""
         with unpacked(path, self.encoding) as file:
             if file.encoding != "utf-8":
                 self.counted[RECODED + file.encoding] += 1
@@ -158,16 +158,16 @@ class Corpus:
 
 
 def _is_packed_parquet(path: Path) -> bool:
-    """Whether it is Parquet, which has its own compression, within another."""
+    """Return whether the path is a compressed Parquet file; Parquet has compression of its own."""
     return path.suffix.lower() in PACKED and plain_name(path).suffix.lower() == ".parquet"
 
 
 def _files(
     folder: Path, suffixes: Sequence[str], excluded: Collection[str] = ()
 ) -> tuple[tuple[Path, ...], Counter[str]]:
-    """The files below a folder that have one of the suffixes, compressed or not, sorted; the suffixes of the others.
+    """Return a folder's files with one of the suffixes, compressed or not, sorted, and counts of the others' suffixes.
 
-    None is hidden or in an excluded folder. Links to folders are followed, each folder once.
+    Hidden files and excluded folders are skipped. Links to folders are followed, each folder once.
 
     Raises:
         OSError: a folder cannot be read.
@@ -195,7 +195,7 @@ def _files(
 
 
 def _text(path: Path, file: Utf8File, separator: str | None, replaced: Counter[str] | None) -> Iterator[Document]:
-    """Documents up to each separator; with a counter of ``REPLACED``, whatever their bytes are."""
+    """Yield the documents between separators; with ``replaced``, invalid bytes are replaced and the file counted."""
     rest, end, start, is_whole = b"", (separator or "").encode(), file.start, True
 
     def decoded(data: bytes) -> str:
@@ -221,7 +221,7 @@ def _text(path: Path, file: Utf8File, separator: str | None, replaced: Counter[s
 
 
 def _decoded(data: bytes, place: str, start: int) -> str:
-    """The text of bytes that begin ``start`` bytes into the place; ValueError if they are no UTF-8 or hold a zero."""
+    """Decode bytes at offset ``start`` of ``place``; raises ValueError if they are not UTF-8 or hold a zero byte."""
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -243,7 +243,7 @@ def _json_lines(path: Path, file: Utf8File, field: str, counted: Counter[str]) -
         if not isinstance(row, dict) or field not in row:
             has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise ValueError(f"{place}: no text under {field!r}, it has {has}")
-        text = row[field] or ""  # null is left out, as that of Parquet
+        text = row[field] or ""  # null is left out, as in Parquet
         if not isinstance(text, str):
             raise ValueError(f"{place}: no text under {field!r}, it has {type(text).__name__} there")
         whole = text.encode(errors="replace").decode()  # JSON can spell half a surrogate pair
@@ -253,7 +253,7 @@ def _json_lines(path: Path, file: Utf8File, field: str, counted: Counter[str]) -
 
 
 def _rows(path: Path, file: Utf8File) -> Iterator[tuple[Any, str, int]]:
-    """The value of each line, its place in words, and its bytes."""
+    """Yield the value of each line, its place in words, and its number of bytes."""
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
@@ -267,7 +267,7 @@ def _rows(path: Path, file: Utf8File) -> Iterator[tuple[Any, str, int]]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; ValueError if a key is there twice, as the first value would be lost."""
+    """Build a JSON object; raises ValueError for a repeated key, whose first value would be lost."""
     found = dict(pairs)
     if len(found) < len(pairs):
         (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)

@@ -1,4 +1,4 @@
-"""Replicas that train by themselves and average the changes of their weights now and then (DiLoCo)."""
+"""DiLoCo: replicas train independently and average the changes of their weights every few steps."""
 
 import time
 from collections.abc import Iterator
@@ -15,23 +15,24 @@ from cs336_systems.pretraining.run_records import Dropped
 from cs336_systems.training.step import TrainStep
 
 _MIX = 0.5
-"""The share of a replica's own weights in those that follow a delayed average, without which the steps of the delay
-would be lost; that of Streaming DiLoCo (arXiv 2501.18512)."""
+"""The weight of a replica's own weights when a delayed average is mixed into them, as in Streaming DiLoCo (arXiv
+2501.18512). Without it the steps made during the delay would be lost."""
 _MEAN = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
-"""The outer optimizer that sets weights to the mean of the replicas'."""
+"""Settings of the outer optimizer that set weights to the mean of the replicas'."""
 _MOST_FAILED = 10
-"""Failed averages in a row after which a replica gives up before its first step; each death meanwhile costs one."""
+"""Failed averages in a row after which a replica that has not begun to train gives up; each death causes one."""
 
 
 class OuterSteps(ReplicaAgreement):
-    """DiLoCo: each replica takes its own steps, and an outer optimizer steps on the mean change of their weights.
+    """DiLoCo: each replica makes its own steps, and an outer optimizer applies the mean change of their weights.
 
-    Unlike in the papers, the last average of a run is the mean of the replicas' weights: a step with momentum goes
-    beyond it, which pays in the steps that follow.
+    Unlike in the papers, the last average of a run is the plain mean of the replicas' weights: a step with momentum
+    overshoots the mean, which pays off only if more steps follow.
 
-    A replica begins with a round of steps without gradients: at its end it takes over the state of the others, with
-    their outer optimizer, or those that begin together meet. In this one average it stands for the peer whose state it
-    has. Until then its outer optimizer changes neither weights nor momenta, which a checkpoint may have brought.
+    A replica begins with a round of steps without gradients. At the round's end it either loads the state of the
+    others, outer optimizer included, or meets those that begin with it. In this one average it counts with the weights
+    of the peer whose state it loaded. Until then its outer optimizer changes neither weights nor momenta, which may
+    have been loaded from a checkpoint.
     """
 
     _others_train = False
@@ -42,7 +43,7 @@ class OuterSteps(ReplicaAgreement):
         fragments = _fragments(parameters, options.agree_fragments)
         how: dict[str, Any] = {"lr": options.outer_learning_rate, "momentum": options.outer_momentum}
         how |= {"nesterov": options.outer_momentum > 0}
-        still = float(options.outer_momentum > 0)  # without a change of weights m <- 1 m + 0, w <- w - 0 m
+        still = float(options.outer_momentum > 0)  # for unchanged weights: m <- 1 m + 0, w <- w - 0 m
         self._outer = [torch.optim.SGD(fragment.parameters(), lr=0.0, momentum=still) for fragment in fragments]
         for outer in self._outer:
             for parameter in outer.param_groups[0]["params"]:
@@ -68,7 +69,7 @@ class OuterSteps(ReplicaAgreement):
             self.at_average = False
             for _ in range(apart - options.agree_delay):
                 optimizer.step()
-            if self._others_train:  # and are in the middle of a delay
+            if self._others_train:  # they are in the middle of a delay
                 break
             for _ in range(options.agree_delay):
                 optimizer.step()
@@ -91,7 +92,7 @@ class OuterSteps(ReplicaAgreement):
 
     def begin(self, made: int) -> int:
         self._made, self.at_average = made, False
-        if made >= self._prepared.n_steps - self._options.agree_every:  # from here on each fragment is averaged once
+        if made >= self._prepared.n_steps - self._options.agree_every:  # each fragment is averaged once more
             self._step_outer_by(_MEAN)
         return made
 
@@ -121,7 +122,7 @@ class OuterSteps(ReplicaAgreement):
         return (taken if self._healed else self._averaged_at), taken
 
     def _after_step(self, *_: Any) -> None:
-        """After an inner step, and the average that it may have brought."""
+        """Record the result of an average, if the inner step ended with one; runs after every inner step."""
         verdict, self.manager.verdict = self.manager.verdict, None
         if verdict is None:
             return
@@ -140,9 +141,10 @@ class OuterSteps(ReplicaAgreement):
 
     @contextmanager
     def common_weights(self) -> Iterator[None]:
-        """While this is open, the model has the weights of each fragment's last average.
+        """Give the model the weights of each fragment's last average inside the context.
 
-        The replica's own have moved on since, except in the fragment averaged last; with a delay, in that one, too.
+        The replica's own weights have changed since, except in the fragment averaged last; with a delay, in that one,
+        too.
         """
         if self._options.agree_fragments == 1 and self._options.agree_delay == 0:
             yield
@@ -157,7 +159,7 @@ class OuterSteps(ReplicaAgreement):
 
     @torch.no_grad()
     def _swap_weights(self) -> None:
-        """Exchange the model's weights and those of the last averages."""
+        """Swap the model's weights with those of the last averages."""
         for fragment in self._diloco._fragments:
             for name, parameter in fragment._model_fragment.named_parameters():
                 average, own = fragment.original_parameters[name], parameter.detach().clone()
@@ -189,10 +191,10 @@ class OuterSteps(ReplicaAgreement):
 
 
 def _fragments(parameters: list[nn.Parameter], n: int) -> list[nn.Module]:
-    """Parameters, in their order, divided into so many modules of about as many elements.
+    """Divide the parameters, in order, into ``n`` modules with about equal numbers of elements.
 
     Raises:
-        ValueError: there are fewer parameters.
+        ValueError: there are fewer than ``n`` parameters.
     """
     if n > len(parameters):
         raise ValueError(f"--agree-fragments {n} of {len(parameters)} parameters")

@@ -1,4 +1,4 @@
-"""Replicas that average their gradients in every step, and drop a step in which one of them dies."""
+"""Replicas that average their gradients in every step, and drop a step during which one of them dies."""
 
 import time
 from collections.abc import Iterator
@@ -16,24 +16,24 @@ from cs336_systems.pretraining.run_records import Dropped, Healing
 from cs336_systems.training.step import TrainStep
 
 _BUCKET_BYTES = 25 * 1024**2
-"""Bytes of gradients that travel together."""
+"""Bucket size: a bucket takes no more gradients once it has this many bytes."""
 _SMALL_BYTES = 2**16
-"""Tensors of fewer bytes, such as counters and norms' weights, come with a state's description, not in pieces."""
+"""Tensors of fewer bytes, such as counters and norms' weights, are sent with a state's description, not in pieces."""
 _MOST_IN_VAIN = 20
-"""The most steps in a row in which a replica that heals receives no piece; after one more it gives up."""
+"""A healing replica gives up after this many steps in a row without a new piece."""
 
 
 class EveryStep(ReplicaAgreement):
-    """Averages gradients in each step; all replicas hold the same bits.
+    """Averages gradients in each step; the replicas' states are bit-identical.
 
-    A replica that comes back makes each step with the others, but on none of the sequences until it has their state.
+    A replica that returns makes each step with the others, but trains on no sequences until it has their state.
     """
 
     in_pieces = True
     _come_to = False
     _n_not_finite = 0
     _left: list[int] | None = None
-    """Numbers of the pieces of the others' state that have not come; None for a replica that has the whole state."""
+    """Numbers of the pieces of the peer's state still to be received; None for a replica with the whole state."""
     _n_in_vain = 0
     _since = _took_s = 0.0
     _fetching: Fetching | None = None
@@ -41,7 +41,7 @@ class EveryStep(ReplicaAgreement):
     def _come(self) -> None:
         while True:
             self.manager.start_quorum()
-            if self._all_there or self.is_behind():  # of others who train
+            if self._all_there or self.is_behind():  # it lacks the state of replicas that train
                 self._come_to = True  # this quorum is the first step's
                 return
             time.sleep(0.05)
@@ -67,7 +67,7 @@ class EveryStep(ReplicaAgreement):
             raise RuntimeError(f"replica {self._name} has lost all others before it had their state")
 
     def _state(self) -> dict[str, Any]:
-        """A description of the state, while pieces of it are served."""
+        """Start to serve the state in pieces, and return its description with the small tensors."""
         self._wait_for_update()
         tensors, settings = self._tensors()
         large = {name: tensor for name, tensor in tensors.items() if tensor.nbytes >= _SMALL_BYTES}
@@ -77,19 +77,19 @@ class EveryStep(ReplicaAgreement):
         about = self._description(settings) | {"pieces": list(map(tuple, pieces)), "when": when}
         about |= {"whole": not self.is_behind()}
         small = {name: each for name, each in tensors.items() if name not in large}
-        if self._rank.device.type == "cpu":  # from a GPU torchft copies them, on a stream that waits for no other
+        if self._rank.device.type == "cpu":  # on a GPU torchft copies them, on a stream that waits for no other
             small = {name: each.clone() for name, each in small.items()}
         return about | {"tensors": small}
 
     def _load(self, state: dict[str, Any]) -> None:
-        if self._fetching is not None:  # of a quorum that came to nothing
+        if self._fetching is not None:  # left by a failed quorum
             self._fetching.pause()
         self._check_alike(state)
-        session_begins = state["when"] == 0  # torchft counts from 0 in each session: nobody has trained in this one
+        session_begins = state["when"] == 0  # torchft counts from 0 in each session: no step was made in this one
         if session_begins and not state["whole"]:
             raise RuntimeError("all replicas that had the whole state have died")
         if session_begins and not self.is_behind() and state["made"] == self._made:
-            return  # the same state: who has made as many steps has the same checksum of weights, or is refused above
+            return  # the state is the same: with equal step counts the check above compares checksums of weights
         pieces = [Piece(*each) for each in state["pieces"]]
         if self._left is None or state["made"] != self._made:
             own, moments = self._tensors()[0], {each.name for each in pieces if each.name.startswith(OPTIMIZER)}
@@ -101,7 +101,7 @@ class EveryStep(ReplicaAgreement):
             self._take_all(self._fetching)
 
     def _take_all(self, fetching: Fetching) -> None:
-        """Wait for all pieces; if some do not come, the next quorum asks for them."""
+        """Wait for all pieces; if some are not received, the next quorum fetches them."""
         self._fetching = None
         fetching.finish()
         if self._take(fetching) and not self._left:
@@ -111,7 +111,7 @@ class EveryStep(ReplicaAgreement):
             self.manager.report_error(RuntimeError("parts of the others' state have not come"))
 
     def _take(self, fetching: Fetching) -> set[int]:
-        """Note which pieces are in their place, before this step's update; returns their numbers."""
+        """Count the received pieces as done, before this step's update; return their numbers."""
         assert self._left is not None
         came, pieces = fetching.came, fetching.pieces
         moments = {number for number in self._left if pieces[number].name.startswith(OPTIMIZER)}
@@ -125,7 +125,7 @@ class EveryStep(ReplicaAgreement):
         return came
 
     def _has_all(self) -> bool:
-        """Whether the pieces of all ranks have come."""
+        """Return whether every rank of this replica has received all pieces; a collective."""
         n_left = torch.tensor([float(len(self._left or ()))], device=self._rank.device)
         if self._rank.world_size > 1:
             dist.all_reduce(n_left)
@@ -144,11 +144,11 @@ class EveryStep(ReplicaAgreement):
         own_is_finite = _finite(sent) or self.is_behind()
         times = [time.perf_counter()]
         self._average(sent)
-        finite = _finite(sent)  # waits for the device, after which the group knows who has gone
+        finite = _finite(sent)  # waits for the device; then the group knows whether a member has gone
         times.append(time.perf_counter())
         fetching, self._fetching = self._fetching, None
         if fetching is not None:
-            fetching.pause()  # before the vote, after which the others serve no more
+            fetching.pause()  # before the vote: after it the peers serve no pieces
         times.append(time.perf_counter())
         if (gone := self._group.errored()) is not None:
             self.manager.report_error(gone)
@@ -167,8 +167,8 @@ class EveryStep(ReplicaAgreement):
                         part.copy_(values.view_as(part))
             step.loss, self.reasons, self._n_not_finite = sent[0][0], sent[0][1:], 0
             if self._made + 1 == self._prepared.n_steps or self.reasons.any():
-                # Who has made the last step leaves, which would drop the step of another that still waits for its own
-                # averages. Whoever comes here has made it.
+                # A replica leaves after its last step. If another still waited for this step's averages, its step would
+                # be dropped. This extra average is reached only by replicas that have made the step.
                 self._average(met := [torch.zeros(1, device=loss.device)])
                 _finite(met)
         else:
@@ -176,7 +176,7 @@ class EveryStep(ReplicaAgreement):
         return self.kept
 
     def _note(self, fetching: Fetching, came: set[int], times: list[float]) -> None:
-        """Record a step that fetched pieces: when its gradients were there, the averages, and the last piece."""
+        """Record the bytes received and still missing, and the seconds until gradients, averages and last piece."""
         sizes = [piece.last - piece.first for piece in fetching.pieces]
         seconds = [now - before for before, now in pairwise([fetching.began, *times])]
         n_bytes = sum(sizes[number] for number in came), sum(sizes[number] for number in self._left or ())
@@ -187,7 +187,7 @@ class EveryStep(ReplicaAgreement):
             work.wait()
 
     def _drop(self, error: Exception | None, own_is_finite: bool) -> None:
-        """Note why the step is dropped."""
+        """Record why the step is dropped, and rewind the loader by one batch."""
         reason = said_of(error)
         if isinstance(error, FloatingPointError):
             whose = "" if own_is_finite else f": that of replica {self._name}"
@@ -202,12 +202,12 @@ class EveryStep(ReplicaAgreement):
 
 
 def _finite(tensors: list[Tensor]) -> bool:
-    """Whether all numbers are; waits for the device."""
+    """Return whether all elements are finite; waits for the device."""
     return bool(torch.stack(torch._foreach_norm(tensors, ord=float("inf"))).isfinite().all())
 
 
 def _packed(tensors: list[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-    """Buckets of one dtype, flat, each with its parts; a large tensor that is contiguous is a bucket itself."""
+    """Yield flat buckets of one dtype, each with its tensors; a large contiguous tensor is a bucket without a copy."""
     waiting: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.nbytes >= _BUCKET_BYTES and tensor.is_contiguous():

@@ -1,15 +1,16 @@
-"""How a replica heals, that is, takes over a peer's state: all at once, or in pieces while training goes on.
+"""How a replica heals, that is, loads a peer's state: all at once, or in pieces while training continues.
 
 All at once (``diloco``): torchft's HTTP server serves a copy of the whole state.
 
 In pieces (``every-step``): between the quorum and the update of each step the peer's weights and moments do not change,
-and threads of its server serve pieces of them. The healing replica fetches as many as it can while it runs forward and
-backward and while gradients are averaged, and puts each in its place at once: its own gradients count as zero, whatever
-they become. It then makes the same update as the others, so what has come stays up to date: first the moments, then the
-weights, which come after all moments (these must not depend on weights; those of AdamW and Muon do not). With the last
-piece the replica has the bits of the others and trains with them. Nobody waits for the whole state or holds a second
-copy of it. If only one of the two makes a step, the pieces are stale and the replica begins again. Before a session's
-first step nobody trains, and a replica that has made other steps than its peer waits for all pieces.
+and threads of its server serve pieces of them. The healing replica fetches as many as it can during forward, backward
+and the averaging of gradients, and writes each in place at once; its own gradients count as zero. It then makes the
+same update as the others, so that received pieces stay current. All moments are fetched before any weights, because
+incomplete moments would make a wrong update of received weights; moments must not depend on weights, as is true of
+AdamW and Muon. With the last piece the replica is bit-identical to the others and begins to contribute gradients. No
+replica waits for the whole state or holds a second copy of it. If only one of the two makes a step, the pieces are
+stale and the replica begins again. Before a session's first step no replica trains, and a replica whose step count
+differs from its peer's waits for all pieces.
 
 Only tensors and plain values are unpickled; pieces are bytes.
 """
@@ -37,15 +38,15 @@ from cs336_systems.distributed.copy_stream import unshared_stream
 from cs336_systems.processes import n_cores
 
 _PIECE_BYTES = 16 * 2**20
-"""The most bytes of one answer: small, as the update waits for the pieces under way."""
+"""The most bytes of one response: small, because the update waits for pieces in flight."""
 _AT_ONCE = 4
-"""The most pieces under way at the same time."""
+"""The most pieces in flight."""
 _GONE = 410
 """HTTP status of a piece that is no longer served."""
 
 
 class Piece(NamedTuple):
-    """The bytes from ``first`` up to ``last``, exclusive, of a tensor by name."""
+    """Bytes ``first`` to ``last`` (exclusive) of the tensor called ``name``."""
 
     name: str
     first: int
@@ -53,7 +54,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """All bytes of the tensors, in pieces of at most 16 MiB; a tensor that is not contiguous is one piece."""
+    """Split the bytes of all tensors into pieces of at most 16 MiB; a non-contiguous tensor is one piece."""
     found = []
     for name, tensor in tensors.items():
         apart = _PIECE_BYTES if tensor.is_contiguous() else max(1, tensor.nbytes)
@@ -67,7 +68,7 @@ def _bytes_of(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 def put(tensor: Tensor, piece: Piece, received: Tensor) -> None:
-    """Copy the bytes of a piece, (n,) uint8 on the host, to their place; autograd does not see it."""
+    """Copy the bytes of a piece, (n,) uint8 on the host, into the tensor, unseen by autograd."""
     if tensor.is_contiguous():
         _bytes_of(tensor, piece).copy_(received, non_blocking=True)
     else:
@@ -75,19 +76,19 @@ def put(tensor: Tensor, piece: Piece, received: Tensor) -> None:
 
 
 def _n_at_once() -> int:
-    """Pieces under way at the same time, each of which takes a core on loopback: one of this rank's is for training.
+    """Return how many pieces may be in flight. Each takes a core on loopback, and one of this rank's cores must train.
 
-    On two cores for two replicas of 1.4 GB each, the others' longest step was 5.9 s with four and 3.8 s with one.
+    With two replicas of 1.4 GB on two cores, the others' longest step was 5.9 s with four in flight and 3.8 s with one.
     """
     cores = n_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return max(1, min(_AT_ONCE, cores - 1))
 
 
 class _Buffer:
-    """Memory of the host for one piece at a time, pinned if there is a stream for its copies.
+    """A host buffer for one piece, pinned if there is a stream for its copies.
 
-    It is made before training: CUDA may hold the pinning of memory back until kernels end, and those of a collective
-    wait for the replica that waits for its pieces. And to pin as much as a whole state takes seconds.
+    It is allocated before training: CUDA may delay pinning until running kernels end, and a collective's kernels may be
+    waiting for the very replica that waits for its pieces. Pinning a buffer for a whole state takes seconds.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
@@ -95,18 +96,18 @@ class _Buffer:
         self._bytes = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=stream is not None, device="cpu")
 
     def first(self, n_bytes: int) -> Tensor:
-        """Memory of ``n_bytes``, (n_bytes,) uint8: the place's own, or new and not pinned where that is too small."""
+        """Return (n_bytes,) uint8 on the host: part of this buffer, or new pageable memory if that is too small."""
         if n_bytes <= len(self._bytes):
             return self._bytes[:n_bytes]
         return torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
 
     @contextmanager
     def copying(self, ready: Any) -> Iterator[None]:
-        """Copies between here and a GPU are made once it is ``ready``, an event, and are done when this ends."""
+        """Run the body's GPU copies on the copy stream, after the event ``ready``; they are complete at exit."""
         if self._stream is None:
             yield
             return
-        torch.cuda.set_device(self._stream.device)  # a thread begins on device 0, and would make a context there
+        torch.cuda.set_device(self._stream.device)  # a thread begins on device 0, and would create a context there
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             yield
@@ -126,11 +127,11 @@ class Transport(HTTPTransport[Any]):
         self._offering = threading.Lock()
         self._offered: tuple[str, Mapping[str, Tensor], Sequence[Piece], Any] | None = None
         super().__init__(timeout, num_chunks=0)
-        self._stream = unshared_stream() if device.type == "cuda" else None  # beside collectives that wait
+        self._stream = unshared_stream() if device.type == "cuda" else None  # not behind waiting collectives
         self._room, n_at_once = SimpleQueue[_Buffer](), _n_at_once()
         for _ in range(n_at_once):
             self._room.put(_Buffer(self._stream))
-        self._buffers = [_Buffer(self._stream) for _ in range(n_at_once)]  # the server's may wait for its clients
+        self._buffers = [_Buffer(self._stream) for _ in range(n_at_once)]  # the server's may be held by slow clients
         transport, answer = self, self._server.RequestHandlerClass
 
         class Handler(answer):  # type: ignore[misc, valid-type]
@@ -151,7 +152,7 @@ class Transport(HTTPTransport[Any]):
         """Serve these pieces until ``disallow_checkpoint``; until then the tensors must not change.
 
         Args:
-            when: the step, which requests name; a request for another is refused.
+            when: the step; requests that name another step are refused.
         """
         ready = self._event()
         with self._offering:
@@ -163,7 +164,7 @@ class Transport(HTTPTransport[Any]):
         super().disallow_checkpoint()
 
     def _answer(self, request: Any) -> None:
-        """Answer a request for /piece/WHEN/NUMBER; a client that reads slowly holds up others, but not the step."""
+        """Answer a request for /piece/WHEN/NUMBER; a slow client delays other clients, but not the step."""
         _, _, when, number = request.path.split("/")
         buffer = self._room.get()
         try:
@@ -184,7 +185,7 @@ class Transport(HTTPTransport[Any]):
             self._room.put(buffer)
 
     def _event(self) -> Any:
-        """An event after all that the device has been asked to do so far; None on a CPU, where it is done."""
+        """Record an event after all work queued on the device so far; None on a CPU, which queues none."""
         return None if self._stream is None else torch.cuda.current_stream().record_event()
 
     @classmethod
@@ -206,17 +207,17 @@ class Transport(HTTPTransport[Any]):
         super().shutdown(wait)
 
     def close(self) -> None:
-        """End the server, which ``shutdown`` lets run if it is not to wait; takes up to half a second."""
+        """Shut down and close the server's socket; takes up to half a second."""
         self.shutdown()
         self._server.socket.close()
 
     def fetch(
         self, when: str, pieces: Sequence[Piece], left: Sequence[int], tensors: Mapping[str, Tensor]
     ) -> "Fetching":
-        """Begin to fetch the pieces with the numbers in ``left`` from the peer whose description came last.
+        """Start to fetch the pieces numbered in ``left`` from the peer whose description was received last.
 
         Args:
-            tensors: where the pieces go, by name; what reads them meanwhile must not matter.
+            tensors: destinations by name; they change while pieces arrive, so results computed from them are invalid.
         """
         address, timeout_s = f"{self._base}piece/{when}", self._timeout.total_seconds()
         fetching = Fetching(address, pieces, left, tensors, self._event(), timeout_s)
@@ -225,11 +226,11 @@ class Transport(HTTPTransport[Any]):
 
 
 class Fetching:
-    """Pieces that are on their way, from the quorum of a step until its gradients are averaged.
+    """The fetching of pieces during one step, from its quorum until its gradients are averaged.
 
     Attributes:
-        came: the numbers of the pieces that are in their place.
-        began: when it began, by ``time.perf_counter``.
+        came: numbers of the pieces that were received and copied into their tensors.
+        began: when fetching began (``time.perf_counter``).
     """
 
     def __init__(
@@ -248,16 +249,16 @@ class Fetching:
         self.began = time.perf_counter()
 
     def begin(self, threads: ThreadPoolExecutor, buffers: Sequence[_Buffer]) -> None:
-        """Fetch with a thread for each buffer."""
+        """Start one worker thread per buffer."""
         self._workers = [threads.submit(self._work, buffer) for buffer in buffers]
 
     def pause(self) -> None:
-        """Ask for no more pieces, and wait for those under way."""
+        """Request no more pieces, and wait for those in flight."""
         self._paused = True
         self.finish()
 
     def finish(self) -> None:
-        """Wait until all pieces have come, or no more do."""
+        """Wait until all workers have ended: all pieces have been received, or a request failed."""
         for worker in self._workers:
             worker.result()
 
@@ -273,7 +274,7 @@ class Fetching:
                 with urllib.request.urlopen(f"{self._address}/{number}", timeout=self._timeout_s) as response:
                     whole = _read_into(response, received)
             except (OSError, HTTPException):
-                return  # the peer's step is over, or the peer is gone: the next quorum tells
+                return  # the peer's step is over, or the peer is gone: the next quorum shows which
             if whole:
                 with buffer.copying(self._ready):
                     put(self._tensors[piece.name], piece, received)
@@ -281,7 +282,7 @@ class Fetching:
 
 
 def _read_into(response: Any, received: Tensor) -> bool:
-    """Fill the tensor's bytes from the response; False if it ends early."""
+    """Fill the tensor, uint8, from the response; return False if that ends early."""
     view = received.numpy().data
     while len(view):
         n = response.readinto(view)

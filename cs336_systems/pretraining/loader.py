@@ -1,18 +1,18 @@
-"""Batches out of a stream of tokens, to learn (deterministic, resumable, on any number of ranks) and to evaluate.
+"""Batches from a stream of tokens, for training (deterministic, resumable, on any number of ranks) and evaluation.
 
     sequences = Sequences(dataset.train, context_length=1024, vocab_size=151_936, device="cuda")
     loader = Loader(sequences, batch_size=512, rank=0, world_size=8, seed=0)
     inputs, targets = next(loader)           # (64, 1024) int64 each, on the device
 
-Sequence i of a stream has the inputs iC .. iC+C-1 and the targets one further, C being the context length: an epoch
-learns every token once, but for the first and for the tail, fewer than C tokens, that makes no sequence. Each epoch
-has an order of its own, drawn from the seed and its number, and the epochs follow each other without a seam: batch b is
-the sequences bG .. bG+G-1 of that endless order, of which rank r of W takes the r-th of W equal slices. So G, not W,
-decides what is learned when, and a run continues where its state was taken, on any number of ranks that divides G.
-Of n worlds that train together (``deal``), world k takes the k-th of n such batches, and all n are taken at once.
+With context length C, sequence i of a stream has tokens iC .. iC+C-1 as inputs, and as targets the tokens one position
+later. Every token is a target once per epoch, except the first and a tail of fewer than C tokens. Each epoch has its
+own order, drawn from the seed and the epoch's number, and the epochs' orders are concatenated without end. With global
+batch size G, batch b is sequences bG .. bG+G-1 of that order, and rank r of W takes the r-th of W equal slices. So the
+order of training depends on G, not on W, and a run resumes on any number of ranks that divides G. When n worlds train
+together (``deal``), each step takes n such batches, the k-th for world k.
 
-A thread reads ahead into pinned memory, and the copy to the device waits for nothing, so a step never waits for the
-loader unless the disk is slower than it. Cutting takes 11 ms of a core for 524,288 tokens (AMD EPYC).
+A thread reads ahead into pinned memory, and the copy to the device is asynchronous, so a step waits for the loader only
+if the disk is slower than the step. Cutting 524,288 tokens into sequences takes 11 ms of a core (AMD EPYC).
 """
 
 import zlib
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from cs336_systems.training.step import TrainStep
 
 _AHEAD = 2
-"""Batches that are read before they are asked for."""
+"""Batches that are read ahead."""
 _PLACES, _PLACE_TOKENS = 16, 1024
-"""Evenly spaced places of a stream by which it is recognised, and the most tokens of each: one page of the disk."""
+"""Number of evenly spaced places whose checksums identify a stream, and the most tokens of each: one page on disk."""
 
 
 class Sequences:
-    """The sequences of a stream, cut, checked and sent to a device.
+    """Cuts a stream into sequences, checks their token ids and sends them to a device.
 
     Args:
         context_length: tokens per sequence.
-        vocab_size: the model's; ids that are not below it are refused.
+        vocab_size: the model's; larger token ids raise ValueError.
 
     Raises:
         ValueError: the stream is shorter than a sequence, or its vocabulary is larger than the model's.
@@ -68,7 +68,7 @@ class Sequences:
 
     @property
     def parts(self) -> dict[str, "Sequences"]:
-        """The sources by name: these sequences alone, without one."""
+        """The sources by name; here only this one, whose name is empty."""
         return {"": self}
 
     @property
@@ -76,23 +76,23 @@ class Sequences:
         return fingerprint(self.stream)
 
     def mean(self, values: Mapping[str, float]) -> float:
-        """The mean of a value of each source, by their shares."""
+        """Return the mean of the sources' values, weighted by their shares."""
         return values[""]
 
     def epochs(self, n_taken: int) -> dict[str, float]:
-        """How many epochs of each source the first so many sequences of the endless order are."""
+        """Return, by source, how many epochs the first ``n_taken`` sequences of the endless order amount to."""
         return {"": n_taken / len(self)}
 
     @property
     def identity(self) -> dict[str, int]:
-        """What else decides what a sequence is, besides context length and tokens."""
+        """Further settings, besides context length and tokens, that determine what a sequence contains."""
         return {}
 
     def __len__(self) -> int:
         return max(0, self.n_tokens - 1) // self.context_length
 
     def read_order(self, start: int, n: int, seed: int) -> Tensor:
-        """As ``read``, the ``n`` sequences from place ``start`` on of the endless order of a seed; for one thread."""
+        """``read`` the ``n`` sequences from ``start`` on in a seed's endless order; not thread-safe."""
         chosen = np.empty(n, np.int64)
         done = 0
         while done < n:
@@ -105,10 +105,10 @@ class Sequences:
         return self.read(chosen)
 
     def read(self, numbers: Sequence[int] | NDArray[np.int64]) -> Tensor:
-        """(2, len(numbers), context_length) int64 in memory from which the device can copy: inputs, targets.
+        """Return inputs and targets, (2, len(numbers), context_length) int64; pinned if the device is a GPU.
 
         Raises:
-            ValueError: an id is beyond the model's vocabulary.
+            ValueError: a token id is beyond the model's vocabulary.
         """
         length, batch = self.context_length, self.empty(2, len(numbers))
         inputs, targets = batch.numpy()
@@ -121,7 +121,7 @@ class Sequences:
         return batch
 
     def empty(self, n: int, n_rows: int) -> Tensor:
-        """(n, n_rows, context_length) int64 in memory from which the device can copy."""
+        """Return uninitialised (n, n_rows, context_length) int64 on the host; pinned if the device is a GPU."""
         pinned = self.device.type == "cuda"
         shape = n, n_rows, self.context_length
         return torch.empty(shape, dtype=torch.int64, pin_memory=pinned, device="cpu")
@@ -134,7 +134,7 @@ class Sequences:
             raise ValueError(f"{fault}: {place}")
 
     def send(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """Both halves on the device; the allocator of pinned memory keeps ``batch`` until the copy has ended."""
+        """Copy inputs and targets to the device asynchronously; the pinned allocator keeps ``batch`` until then."""
         inputs, targets = batch.to(self.device, non_blocking=True)
         return inputs, targets
 
@@ -143,11 +143,11 @@ class Loader:
     """An endless iterator over this rank's part of each global batch.
 
     Args:
-        batch_size: sequences per step, of all ranks of one world together.
-        seed: decides the order; below 2^32.
+        batch_size: sequences per step, summed over the ranks of one world.
+        seed: determines the order; below 2^32.
 
     Raises:
-        ValueError: the batch cannot be divided over the ranks; from ``next``: an id is beyond the model's vocabulary.
+        ValueError: the ranks do not divide the batch; from ``next``: a token id is beyond the model's vocabulary.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Loader:
         self._identity = {"seed": seed, "context_length": sequences.context_length, "n_tokens": sequences.n_tokens}
         self._identity |= sequences.identity
         self.taken = 0
-        """Sequences that all ranks and worlds have taken, over all epochs: the next batch's place in the order."""
+        """Sequences that all ranks and worlds have taken, over all epochs: the next batch's position in the order."""
         self._world, self._n_worlds = 0, 1
         self._ahead: deque[Future[Tensor]] = deque()
         self._thread = ThreadPoolExecutor(1, "loader")
@@ -168,7 +168,7 @@ class Loader:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of the next batch, (batch_size / world_size, context_length) int64."""
+        """Return inputs and targets of the next batch, (batch_size / world_size, context_length) int64 each."""
         while len(self._ahead) <= _AHEAD:
             later = len(self._ahead) * self.batch_size * self._n_worlds
             self._ahead.append(self._thread.submit(self._read, self.own_rows.start + later + self._first_row))
@@ -178,23 +178,23 @@ class Loader:
         return self._sequences.send(batch)
 
     def epochs(self) -> dict[str, float]:
-        """Epochs of each source so far."""
+        """Return the epochs of each source so far, fractions included."""
         return self._sequences.epochs(self.taken)
 
     @property
     def own_rows(self) -> range:
-        """Places of the endless order that this world's next batch has."""
+        """Positions of this world's next batch in the endless order."""
         start = self.taken + self._world * self.batch_size
         return range(start, start + self.batch_size)
 
     def deal(self, world: int, n_worlds: int) -> None:
-        """Take the batches of world ``world`` out of ``n_worlds`` from the next one on."""
+        """From the next batch on, return those of world ``world`` out of ``n_worlds``."""
         if (world, n_worlds) != (self._world, self._n_worlds):
             self._world, self._n_worlds = world, n_worlds
             self._drop_ahead()
 
     def go_back(self) -> None:
-        """Let the last batch of all worlds come again, perhaps dealt otherwise."""
+        """Rewind by the last batch of all worlds; it may then be dealt differently."""
         self.taken -= self.batch_size * self._n_worlds
         self._drop_ahead()
 
@@ -204,24 +204,24 @@ class Loader:
         self._ahead.clear()
 
     def epochs_after(self, n_batches: int) -> float:
-        """Epochs, of which a part may be one, that so many more batches of all worlds reach."""
+        """Return how many epochs, as a fraction, the run will have taken after ``n_batches`` more of all worlds."""
         return (self.taken + n_batches * self.batch_size * self._n_worlds) / len(self._sequences)
 
     def epochs_in(self, n_batches: int) -> float:
-        """Epochs, of which a part may be one, that so many batches of all worlds are."""
+        """Return how many epochs, as a fraction, ``n_batches`` of all worlds are."""
         return n_batches * self.batch_size * self._n_worlds / len(self._sequences)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch begins, ``position`` being in sequences; and the data and order that this is in."""
+        """Return where the next batch begins (``epoch``; ``position`` in sequences), and what identifies the data."""
         epoch, position = divmod(self.taken, len(self._sequences))
         place = {"epoch": epoch, "position": position, "fingerprint": self._sequences.fingerprint}
         return place | self._identity
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken; batch and world size may be others.
+        """Continue where the state was taken; batch size and world size may differ.
 
         Raises:
-            ValueError: it is of another seed, context length or number of tokens, or of other tokens.
+            ValueError: the state has another seed, context length or number of tokens, or is of other data.
         """
         for name, own in self._identity.items():
             if (then := state.get(name, 0)) != own:
@@ -232,7 +232,7 @@ class Loader:
                 raise ValueError(f"{fault}; a run goes on with its own data, and --init begins one on others")
         saved = state.get("fingerprint", ())  # none in states before 2026-11-27
         places = zip(self._sequences.fingerprint, saved, strict=False)
-        if sum(a != b for a, b in places) > 1:  # a broken token may have been mended in one of them
+        if sum(a != b for a, b in places) > 1:  # one may differ because an invalid token was repaired
             fault = "has as many tokens as the data of the saved run, but other ones: name another --out"
             first = next(iter(self._sequences.parts.values()))
             raise ValueError(f"{first.stream.files[0].path} {fault}")
@@ -246,12 +246,12 @@ class Loader:
         self._thread.shutdown(cancel_futures=True)
 
     def _read(self, start: int) -> Tensor:
-        """This rank's part of a batch, whose first place in the endless order is ``start``."""
+        """Read this rank's part of a batch, which begins at position ``start`` of the endless order."""
         return self._sequences.read_order(start, self._rows, self._identity["seed"])
 
 
 def fingerprint(stream: TokenStream) -> list[int]:
-    """Checksums of evenly spaced places of a stream, whatever its files and their width."""
+    """Return checksums of evenly spaced places of a stream, independent of its files and their integer width."""
     found = []
     for place in range(_PLACES):
         start, end = (len(stream) * edge // _PLACES for edge in (place, place + 1))
@@ -262,23 +262,23 @@ def fingerprint(stream: TokenStream) -> list[int]:
 
 
 def epoch_order(n_sequences: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of an epoch: (n_sequences,) numbers of sequences."""
-    # NumPy keeps what RandomState draws as it is for ever, and does not promise that of its newer generators.
+    """Return the order of an epoch: (n_sequences,) int64 sequence numbers."""
+    # NumPy guarantees that RandomState's values never change, and does not do so for its newer generators.
     return np.random.RandomState(np.array([seed, epoch])).permutation(n_sequences)
 
 
 def evaluation_batches(
     sequences: Sequences, batch_size: int, *, rank: int = 0, world_size: int = 1, limit: int | None
 ) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """Every sequence once: inputs, targets, and for how many sequences this batch counts.
+    """Yield inputs, targets and a count of sequences per batch; over all ranks every sequence counts once.
 
-    All ranks get equally many batches of equal shapes, as sharded models need. The last few sequences, where they do
-    not divide by the ranks, go to every rank and count for a share each. So the mean over the stream is the sum over
-    batches and ranks of (mean loss x count), divided by the sum of counts.
+    All ranks get the same number of batches of the same shapes, as sharded models need. If the ranks do not divide the
+    number of sequences, the remaining ones go to every rank with a count of 1 / world_size each. So the mean over the
+    stream is the sum over batches and ranks of (mean loss x count), divided by the sum of counts.
 
     Args:
         batch_size: the most sequences per batch of each rank.
-        limit: the number of first sequences to take; by default all.
+        limit: take only this many sequences, from the first on; None takes all.
     """
     n_sequences = len(sequences) if limit is None else min(limit, len(sequences))
     n_dealt = n_sequences - n_sequences % world_size
@@ -300,14 +300,14 @@ def evaluate(
     own: Callable[[Tensor], Tensor] = lambda tokens: tokens,
     place: tuple[int, int] | None = None,
 ) -> tuple[float, int]:
-    """The mean loss of held-out targets in nats, and their number; waits for the device; a collective.
+    """Return the mean loss of held-out targets in nats, and the number of targets; waits for the device; a collective.
 
     Args:
-        own: this rank's part of the tokens of whole sequences, as large as that of any other.
-        place: this rank's number among those that have batches of their own, and theirs; by default all have.
+        own: cuts this rank's part out of whole sequences; all ranks' parts have the same size.
+        place: (index, number) of this rank among the ranks with different batches; by default all ranks.
 
     Raises:
-        ValueError: an id is beyond the model's vocabulary.
+        ValueError: a token id is beyond the model's vocabulary.
     """
     total = torch.zeros(3, dtype=torch.float64, device=rank.device)
     number, n_data = place or (rank.rank, rank.world_size)

@@ -24,17 +24,16 @@ LIGHTHOUSE = "lighthouse"
 _ANSWER_S = 3.0
 """Seconds within which a lighthouse must answer."""
 _START_S = 6.0
-"""Seconds for which one that does not answer, as it may just be starting, is asked again: so a command with a wrong
-address ends within ten seconds."""
+"""Seconds of retries, as a lighthouse may just be starting; a command with a wrong address ends within ten seconds."""
 _PAGE_BYTES = 4096
-"""Bytes of a lighthouse's page that say that it is one."""
+"""Bytes read of a page to recognise a lighthouse's."""
 
 _FAULT = re.compile(r"(kill|nan) (\d+|lighthouse) at (\d+)|(stall) (\d+) at (\d+) for (\d+(?:\.\d+)?) ?s")
 
 
 def require_torchft() -> None:
     """Raise Unsupported unless torchft is installed."""
-    os.environ.setdefault("RUST_LOG", "error")  # it says several lines a step otherwise
+    os.environ.setdefault("RUST_LOG", "error")  # torchft prints several lines a step otherwise
     try:
         import torchft  # noqa: F401
     except ImportError as error:
@@ -42,16 +41,16 @@ def require_torchft() -> None:
 
 
 def check_lighthouse(lighthouse: str) -> None:
-    """Raise ValueError unless a lighthouse answers at the address; its page comes by HTTP from the same port.
+    """Raise ValueError unless a lighthouse serves its HTTP page at the address.
 
-    Who takes something else for a lighthouse would wait an hour for a quorum. A command calls this before it imports
-    torch, which takes longer.
+    With a wrong address a replica would wait an hour for a quorum. A command calls this before it imports torch, which
+    takes longer than this check.
     """
     until = time.monotonic() + _START_S
     try:
         parts = urlsplit(lighthouse)
         scheme, host, port = parts.scheme, (parts.hostname or "").encode("idna").decode(), parts.port
-    except ValueError:  # also of the encoding, which is that of look-ups
+    except ValueError:  # also from the IDNA encoding, which host lookups use
         scheme, host, port = "", "", None
     if scheme != "http" or not host or port is None:
         raise ValueError(f"--lighthouse must be an address such as http://node0:29510, got {lighthouse!r}")
@@ -116,11 +115,12 @@ class ReplicaFields:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in a step of a replica; ``seconds`` are those of a stall.
+    """A fault to inject during a replica's step.
 
     Attributes:
-        replica: the one that is in that step.
-        whom: its number, or the lighthouse.
+        replica: number of the replica whose step triggers the fault.
+        seconds: duration of a stall.
+        whom: the lighthouse, if the fault is its; else empty.
     """
 
     kind: FaultKind
@@ -130,17 +130,17 @@ class Fault:
     whom: str = ""
 
     def __str__(self) -> str:
-        """Return it as ``--fail`` has it."""
+        """Return the fault in the syntax of ``--fail``."""
         return f"{self.kind} {self.whom or self.replica} at {self.step}" + f" for {self.seconds:g}s" * (
             self.kind == "stall"
         )
 
 
 def faults_of(fail: str | None) -> tuple[Fault, ...]:
-    """The faults that ``--fail`` names, by step.
+    """Parse ``--fail``; return the faults in order of their steps.
 
     Raises:
-        ValueError: one is not spelled so.
+        ValueError: a fault does not have this syntax.
     """
     found = []
     for part in (part.strip() for part in (fail or "").split(";")):

@@ -1,12 +1,12 @@
-"""Replicas of a run on this machine: a lighthouse and N worlds of ranks are started, watched, and restarted.
+"""Start, supervise and restart a lighthouse and the replicas of a run on this machine.
 
     ended = train_replicas(options, functools.partial(RunConsole, options.log_every))
 
-Each replica is a world as torchrun would start it, of fresh processes; if one of its ranks dies, the others are ended
-and the replica comes back, to take over the state of one that trains. The lighthouse comes back on its port. Ctrl-C and
-SIGTERM end all replicas after a step that they agree on. Whatever becomes of this process, nothing stays behind.
+Each replica is a world of fresh processes, as torchrun would start it. If one of its ranks dies, the others are ended
+and the replica is restarted and loads the state of one that trains. A lighthouse that dies is restarted on its port.
+Ctrl-C and SIGTERM end all replicas after the same step. No process outlives this one, however it ends.
 
-Faults of ``--fail`` are real signals: a replica in the middle of a step asks for its own, SIGKILL, SIGSTOP or SIGUSR1
+Faults of ``--fail`` are real signals: in the middle of a step a replica requests its fault, SIGKILL, SIGSTOP or SIGUSR1
 (NaN), and waits until this process has sent it.
 """
 
@@ -31,20 +31,20 @@ from cs336_systems.pretraining.stop_requests import Outcome, StopRequests
 from cs336_systems.processes import Died, FreshProcess, n_cores, start_server
 
 HEARTBEAT_TIMEOUT_S = 1.5
-"""Seconds without a heartbeat, of which a replica sends ten a second, after which it counts as gone."""
+"""A replica counts as dead after this many seconds without a heartbeat; it sends ten a second."""
 _IMPORTED = tuple(
     f"cs336_systems.{name}"
     for name in ("pretraining.trainer", "pretraining.every_step", "pretraining.diloco", "training.fused_adamw")
 )
-"""Modules that the fork server imports, so that a replica that comes back need not."""
+"""Modules that the fork server imports, so that restarted replicas need not."""
 _IMPORTED_FOR_GPUS = "cs336_systems.blocks.fused", "cs336_systems.attention.hopper", "pynvml"
 _TICK_MS = 20
 _START_S = 60.0
-"""Seconds within which a lighthouse must have its port."""
+"""Seconds within which a lighthouse must report its port."""
 _LAST_S = 30.0
-"""Seconds for which replicas may go on once another one has made the last step."""
+"""Seconds, besides --agree-timeout, for which replicas may go on after another one has ended."""
 _MOST_FAILURES = 3
-"""Starts in a row that do not come as far as training, after which a replica is given up."""
+"""A replica is given up after more than this many failed starts in a row: starts that do not reach training."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Ended:
 
     Attributes:
         outcome: that of the replica with the most steps; its complaint may be another replica's.
-        logs: names of the replicas, whose logs are in folders of the run.
-        trained: whether any of them trained and ended of itself.
-        hits: the faults that came, and when each did, in seconds since 1970 as in logs.
+        logs: names of the replicas; each has a log in a folder of the run.
+        trained: whether any replica reported an outcome.
+        hits: the injected faults, each with its time in seconds since 1970, as in logs.
     """
 
     outcome: Outcome
@@ -65,7 +65,7 @@ class Ended:
 
 
 class Refused(ValueError):
-    """Bad input that a replica found."""
+    """A replica rejected its options or data."""
 
 
 def train_replicas(
@@ -74,12 +74,13 @@ def train_replicas(
     tell: Callable[[str], None] = print,
     hear: Callable[[str, Record], None] = lambda name, record: None,
 ) -> Ended:
-    """Train with all replicas here until they end.
+    """Train with all replicas on this machine until they end.
 
     Args:
-        console: makes the sink that shows the first replica's records; a module-level function.
-        tell: takes sentences about replicas that are started, die or are hit.
-        hear: takes a replica's name and each record of a session, a step, a dropped one, who is there, and healing.
+        console: makes the sink that prints the first replica's records; must be picklable.
+        tell: receives sentences about restarts, deaths and injected faults.
+        hear: receives a replica's name and each of its records of sessions, steps, dropped steps, membership and
+            healing.
 
     Raises:
         ValueError: torchft is not installed, the machine has too few GPUs, or a replica refuses options or data.
@@ -91,13 +92,13 @@ def train_replicas(
 
     check_device(options.device, options.replicas * options.ranks_per_replica)
     if not options.data:
-        default_data()  # else each replica would make them
+        default_data()  # else each replica would write them
     start_server(*_IMPORTED, *(_IMPORTED_FOR_GPUS if options.device == "cuda" else ()), "torch._dynamo")
     return _Watch(options, console, tell, hear).to_the_end()
 
 
 class _Replica:
-    """A replica's processes, one for each rank; the first speaks for it."""
+    """A replica's processes, one per rank."""
 
     def __init__(self, number: int) -> None:
         self.number, self.name = number, str(number)
@@ -113,7 +114,7 @@ class _Replica:
         timeout = timedelta(seconds=600)
         self._store = dist.TCPStore("127.0.0.1", 0, n, is_master=True, wait_for_workers=False, timeout=timeout)
         self.trains = False
-        for rank in range(n):  # one by one: whoever interrupts this finds those that are there
+        for rank in range(n):  # appended one by one, so that an interrupt can end those already started
             variables = _variables(rank, self.number, n, n_all, self._store.port)
             self.ranks.append(FreshProcess(_be_a_rank, variables, (options, lighthouse, self.name, faults), console))
 
@@ -128,7 +129,7 @@ class _Replica:
 
 
 def _variables(rank: int, replica: int, n: int, n_all: int, port: int) -> dict[str, str]:
-    """The environment of a rank; those of all replicas share the machine."""
+    """Return the environment of a rank, with this rank's share of the machine's cores and GPUs."""
     import torch
 
     from cs336_systems.distributed.process_group import rank_variables
@@ -144,7 +145,7 @@ def _variables(rank: int, replica: int, n: int, n_all: int, port: int) -> dict[s
 
 
 class _Watch:
-    """Watches the lighthouse and the replicas."""
+    """Supervises the lighthouse and the replicas."""
 
     def __init__(
         self,
@@ -158,16 +159,16 @@ class _Watch:
         self._replicas = [_Replica(number) for number in range(options.replicas)]
         self._faults = list(faults_of(options.fail))
         self._hits: list[tuple[Fault, float]] = []
-        self._waking: list[tuple[float, int, FreshProcess]] = []  # when, and which process, is to go on
+        self._waking: list[tuple[float, int, FreshProcess]] = []  # when to continue which stopped process
         self._lighthouse: FreshProcess | None = None
         self._port = 0
         self._stop_requests = StopRequests(heard=self._stop)
         self._stopping = False
         self._ends_at: float | None = None
-        self._done_at = math.inf  # when the first one had made the last step, in seconds since 1970
+        self._done_at = math.inf  # when the first replica had made the last step, in seconds since 1970
         self._complaint: str | None = None
         self._alone: str | None = None
-        """Why replicas have no lighthouse any more, if they have none."""
+        """Why no lighthouse could be started, or None."""
 
     def to_the_end(self) -> Ended:
         with self._stop_requests as stop:
@@ -194,7 +195,7 @@ class _Watch:
         return Ended(replace(last, reason=reason, complaint=complaint), names, bool(ended), tuple(self._hits))
 
     def _start_lighthouse(self) -> None:
-        """Start it, at its port if it had one; without it the replicas are asked to save and end."""
+        """Start or restart the lighthouse, on its earlier port if any; if that fails, ask replicas to save and end."""
         if self._lighthouse is not None:
             self._lighthouse.end()
         self._lighthouse = FreshProcess(be_the_lighthouse, self._port, round(1000 * self._options.agree_timeout))
@@ -216,10 +217,10 @@ class _Watch:
             faults = [fault for fault in self._faults if fault.replica == replica.number]
             replica.start(self._options, self._console, f"http://127.0.0.1:{self._port}", faults)
         if self._stopping:
-            replica.end()  # it was asked to end before all its ranks were there to be asked
+            replica.end()  # a stop request came before all its ranks were started
 
     def _look(self) -> None:
-        """Wait for the next message or death of a process, and act on it."""
+        """Wait up to half a second for messages or deaths of processes, and act on them."""
         speakers = {rank.connection: (one, rank) for one in self._replicas for rank in one.ranks}
         now = time.monotonic()
         while self._waking and self._waking[0][0] <= now:
@@ -248,7 +249,7 @@ class _Watch:
             if isinstance(said, Session):
                 replica.trains, replica.n_failures = True, 0
             self._hear_record(replica.name, said)
-            if isinstance(said, Membership) and said.at > self._done_at:  # it would save other weights over theirs
+            if isinstance(said, Membership) and said.at > self._done_at:  # it would overwrite the others' checkpoint
                 self._tell(f"replica {replica.name} was away when the others made the last step: it is ended")
                 replica.end()
         elif kind == "fault":
@@ -271,7 +272,7 @@ class _Watch:
             self._let_end()
 
     def _let_end(self) -> None:
-        """Once one replica has made the last step: those that train make it, too, and the others end."""
+        """After a replica has ended, let those that train make their last step, and end the others."""
         self._stopping = True
         self._ends_at = self._ends_at or time.monotonic() + _LAST_S + self._options.agree_timeout
         for replica in self._replicas:
@@ -279,9 +280,9 @@ class _Watch:
                 replica.end()
 
     def _lost(self, replica: _Replica, how: str) -> None:
-        """A replica is no longer there: let it come back."""
+        """End a replica that has died or failed, and restart it unless it has failed too often or the run stops."""
         replica.end()
-        if self._stopping and not replica.trains:  # it was asked to end, with nothing to save
+        if self._stopping and not replica.trains:  # it was asked to end and had nothing to save
             return
         replica.n_failures += not replica.trains
         self._complaint = f"replica {replica.name} {how.splitlines()[0]}"
@@ -292,7 +293,7 @@ class _Watch:
         self._start(replica)
 
     def _hit(self, rank: FreshProcess, fault: Fault) -> None:
-        """Send the signal for which a replica waits, and let it go on."""
+        """Send the signal that a replica has requested, and let it continue."""
         self._faults.remove(fault)
         self._hits.append((fault, time.time()))
         self._tell(f"fault: {fault}")
@@ -306,15 +307,15 @@ class _Watch:
             rank.connection.send("go on")
 
     def _stop(self) -> None:
-        """Ask all replicas to save and end, those that train for the reason that this process was given."""
+        """Ask all replicas to save and end; those that train are told this process's reason."""
         self._stopping = True
         interrupted = self._stop_requests.asked == "interrupted"
-        for replica in self._replicas:  # one that does not train yet is deaf to SIGINT
+        for replica in self._replicas:  # one that does not train yet ignores SIGINT
             replica.send_signal(signal.SIGINT if interrupted and replica.trains else signal.SIGTERM)
 
 
 def be_the_lighthouse(connection: Any, port: int, join_timeout_ms: int) -> None:
-    """Run a lighthouse at the port, or any if that is 0, until the other end hangs up; send its port, or a fault."""
+    """Run a lighthouse until the connection is closed; send its port or an error message. Port 0 means any port."""
     from torchft.coordination import LighthouseServer
 
     times = {"join_timeout_ms": join_timeout_ms, "heartbeat_timeout_ms": round(1000 * HEARTBEAT_TIMEOUT_S)}
@@ -330,7 +331,7 @@ def be_the_lighthouse(connection: Any, port: int, join_timeout_ms: int) -> None:
 
 
 class _Speaker(Sink):
-    """A sink that tells the watch how this replica trains."""
+    """A sink that sends records of this replica's progress to the supervising process."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -341,7 +342,7 @@ class _Speaker(Sink):
 
 
 class _Trouble:
-    """What befalls this replica: it asks for each fault in the middle of its step."""
+    """Injects this replica's faults: requests each one from the supervising process in the middle of its step."""
 
     def __init__(self, connection: Any, faults: list[Fault]) -> None:
         self._connection, self._faults, self._nan = connection, list(faults), False
@@ -365,7 +366,7 @@ def _be_a_rank(
     asked: tuple[TrainOptions, str, str, list[Fault]],
     console: Callable[[], Sink],
 ) -> None:
-    """Be a rank of a replica, and say how it ended."""
+    """Train as a rank of a replica, and send how it ended."""
     from cs336_systems.distributed.process_group import joined, take_place
     from cs336_systems.pretraining.agreement import FirstAlone, agreement_of
     from cs336_systems.pretraining.trainer import NonFiniteStep, train
@@ -384,7 +385,7 @@ def _be_a_rank(
         said = "refused", str(error)
     except NonFiniteStep as error:
         said = "failed", str(error)
-    except RuntimeError as error:  # of torch and torchft: who has gone
+    except RuntimeError as error:  # from torch and torchft: a peer has gone
         said = "failed", f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    with suppress(BrokenPipeError):  # nobody listens to the other ranks once the first has ended
+    with suppress(BrokenPipeError):  # the other ranks' connections are closed once one rank has ended
         connection.send(said)

@@ -1,4 +1,4 @@
-"""torchft's process groups for replicas, which notice soon that a member has died (``replica_agreement.py``)."""
+"""torchft's process groups for replicas, extended to detect a dead member quickly (``replica_agreement.py``)."""
 
 import faulthandler
 import math
@@ -28,30 +28,31 @@ from torchft.process_group import (
 from cs336_systems.costs.communication import cost
 
 _JOIN_S = 1.0
-"""Seconds for which gloo waits, five times, until another member of a new group connects. That member may have died
-since all agreed. Or the lighthouse was started again and numbers its groups from the beginning, so that the store still
-has the addresses of an older group."""
+"""Seconds that gloo waits, five times, for another member of a new group to connect. That member may have died since
+the quorum. Or a restarted lighthouse numbers its groups from the beginning, so that the store still has the addresses
+of an older group."""
 _LOOK_S = 0.2
-"""Seconds after which a replica that waits for a collective of gloo looks whether the connections still stand."""
+"""Seconds between checks of the connections while a replica waits for a gloo collective."""
 _LOOKS = 3
-"""Looks that find a connection ended until the group is closed: what has ended stays so. Most collectives end by
-themselves within 0.1 s, and those that do not need the member that has gone end well."""
+"""The group is closed after this many checks found a closed connection; a closed connection stays closed. Meanwhile
+most collectives end by themselves, within 0.1 s, and those that do not need the dead member complete."""
 _LOOK_TAG = 1
-"""The tag of receives to which nothing is ever sent."""
+"""The tag of receives that check a connection; nothing is ever sent with it."""
 _STORE_S = 15.0
-"""Seconds for a connection to the store, in which its name is looked up: three times what resolvers wait by default."""
+"""Seconds to connect to the store, name lookup included: three times the default time-out of resolvers."""
 _CONNECT_S = 20.0
-"""Seconds for which NCCL waits for the connections of a new group, whose members have all just passed the lookout."""
+"""Seconds for which NCCL waits for the connections of a new group, whose members have all just joined the lookout."""
 
 
 class _Watched(ProcessGroup):
-    """A process group that notes whether its members have changed, and counts the bytes sent.
+    """A process group that records whether it was reconfigured, and counts the bytes sent.
 
     Attributes:
-        changed: whether the group was formed anew since somebody reset this.
-        n_members: of the last group, with those who lack the others' state.
-        connecting: when the members of the last group began to connect, and were connected, by ``time.perf_counter``.
-        sent_bytes: bytes that this rank has sent, if each collective went around a ring (``costs/communication.py``).
+        changed: whether the group was reconfigured since the caller reset this.
+        n_members: size of the last group, including members that still lack the others' state.
+        connecting: when the last group's members began to connect, and when they were connected
+            (``time.perf_counter``).
+        sent_bytes: bytes that this rank has sent, assuming ring collectives (``costs/communication.py``).
     """
 
     changed = False
@@ -78,16 +79,16 @@ class _Watched(ProcessGroup):
 
 
 class Lookout:
-    """Idle connections from one member of a group to all others; when one ends, the member at its other end has gone.
+    """Idle connections from one member of a group to all others; a connection that closes shows that its peer has gone.
 
     The constructor returns once all members have called it.
 
     Args:
-        store: the group's key-value store, by which members find each other.
+        store: the group's key-value store, through which members exchange addresses.
         lost: called once, in a thread, with the rank of a member that has died or has closed its connections.
 
     Raises:
-        OSError, RuntimeError: another member did not come within five seconds.
+        OSError, RuntimeError: another member did not connect within five seconds.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, lost: Callable[[int], None]) -> None:
@@ -108,7 +109,7 @@ class Lookout:
         threading.Thread(target=self._watch, args=(lost,), name="lookout", daemon=True).start()
 
     def _watch(self, lost: Callable[[int], None]) -> None:
-        """Wait for the first connection that ends; runs in a thread."""
+        """Wait for the first connection to close; runs in a thread."""
         if not self._others:
             return
         with selectors.DefaultSelector() as selector:
@@ -119,17 +120,17 @@ class Lookout:
             lost(ended.data)
 
     def close(self) -> None:
-        """End the connections, which the other members notice."""
+        """Close the connections; the other members notice it."""
         self._closed = True
         for connection in self._others:
-            with suppress(OSError):  # the other side has ended it
+            with suppress(OSError):  # the other side has closed it
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 class LookedAfter(ProcessGroup):
-    """A process group that has a lookout and aborts itself when a member dies.
+    """A process group that has a ``Lookout`` and aborts itself when a member dies.
 
-    NCCL's kernels on one host do not notice a death and would wait until the timeout; gloo notices most deaths.
+    NCCL's kernels on one host do not detect a dead member and would wait for the time-out; gloo detects most.
     """
 
     _timeout: timedelta
@@ -144,13 +145,13 @@ class LookedAfter(ProcessGroup):
 
     def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *args: Any) -> None:
         with self._lock:
-            self.turn += 1  # members that leave the old group from now on have not died
+            self.turn += 1  # from now on, closed connections of the old group are no deaths
             self.abort(errored=False)
             self._gone = None
         store = create_store_client(store_addr, timeout=timedelta(seconds=_STORE_S))
         store.set_timeout(timedelta(seconds=5 * _JOIN_S))
-        # The lookout comes first: NCCL would wait for the whole timeout for a member that has died since all agreed, or
-        # at the address of an older group.
+        # The lookout comes first: NCCL would wait for the whole time-out if a member has died since the quorum, or if
+        # the store has the address of an older group.
         lookout = Lookout(store, rank, world_size, partial(self._lost, self.turn))
         try:
             super().configure(store_addr, replica_id, rank, world_size, *args)
@@ -188,12 +189,12 @@ class LookedAfter(ProcessGroup):
 
 
 class _Connections:
-    """The connections of one group of gloo, by which this member knows that another has gone.
+    """The connections of one gloo group, which are checked to detect that a member has gone.
 
-    gloo tells of a connection's end only those who wait for a message of it of which nothing has come or gone yet
-    (``Pair::signalException``, gloo/transport/tcp/pair.cc). And it reads no further in a connection, not even to its
-    end, once there is a message in it for a collective that has failed (``Pair::prepareRead``); then another connection
-    of this member has ended, which has made the collective fail.
+    gloo reports a closed connection only to operations on it that have transferred nothing yet
+    (``Pair::signalException``, gloo/transport/tcp/pair.cc). It also stops reading a connection, and so does not see it
+    close, once that holds a message for a failed collective (``Pair::prepareRead``); in that case another connection of
+    this member has closed and made the collective fail.
     """
 
     closed = False
@@ -203,40 +204,40 @@ class _Connections:
         self._group = group
 
     def look(self) -> None:
-        """Look whether all connections stand, and close the group at the third look at which one does not."""
+        """Check that all connections are open; close the group at the third check that finds a closed one."""
         try:
             for other in set(range(self._group.size())) - {self._group.rank()}:
-                self._group.recv([torch.empty(1)], other, _LOOK_TAG)  # refused if the connection has ended
+                self._group.recv([torch.empty(1)], other, _LOOK_TAG)  # raises if the connection is closed
         except RuntimeError:
             self._n_ended += 1
             if self._n_ended == _LOOKS:
                 self.close()
-                time.sleep(_LOOK_S)  # until collectives have ended, which write to their tensors
+                time.sleep(_LOOK_S)  # until the collectives have ended: they write to their tensors
 
     def close(self) -> None:
-        """End all connections and so the collectives, as a receive does whose time is up; gloo's own abort does not."""
+        """Close all connections, which ends the collectives, by letting a receive time out; gloo's abort does not."""
         self.closed = True
         with suppress(RuntimeError):
             self._group.recv_anysource([torch.empty(1)], _LOOK_TAG).wait(timedelta(milliseconds=1))
 
 
 class _Looking(dist.Work):
-    """A collective of gloo, for which nobody waits longer than its group's connections stand."""
+    """A gloo collective whose ``wait`` also ends when a connection of its group is closed."""
 
     def __init__(self, work: dist.Work, connections: _Connections) -> None:
         super().__init__()
         self._work, self._connections = work, connections
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True once it is complete; its group's time-out ends it, and ``timeout`` is not looked at.
+        """Return True once the collective is complete. The group's time-out applies; ``timeout`` is ignored.
 
         Raises:
-            RuntimeError: it failed, or a member of the group has gone.
+            RuntimeError: the collective failed, or a member of the group has gone.
         """
         while not self._connections.closed:
             try:
                 return self._work.wait(timedelta(seconds=_LOOK_S))
-            except RuntimeError:  # its own, or it is not complete yet
+            except RuntimeError:  # the collective failed, or is not complete yet
                 if self._work.is_completed():
                     return self._work.wait()
             self._connections.look()
@@ -247,7 +248,7 @@ class _Looking(dist.Work):
 
 
 class Gloo(_Watched, ProcessGroupGloo):
-    """gloo's process group, which gives up soon on a member that does not connect or has gone."""
+    """gloo's process group, which fails quickly when a member does not connect or has gone."""
 
     _timeout: timedelta
     _connections: _Connections | None = None
@@ -268,14 +269,14 @@ class Gloo(_Watched, ProcessGroupGloo):
 
     def _wrap_work(self, work: dist.Work, opts: Any) -> dist.Work:
         if opts is None or self._connections is None:
-            return work  # of a send or receive, which would close the group when a wait for it is over
+            return work  # a send or receive: a wait that times out would close the group
         return _Looking(work, self._connections)
 
     def abort(self, errored: bool = True) -> None:
         connections, self._connections = self._connections, None
         if connections is not None:
             connections.close()
-            # Who frees a group waits for its collectives, and some may end only with their time-out.
+            # Freeing a group waits for its collectives, some of which may end only at their time-out.
             now, lasts_s = time.monotonic(), self._timeout.total_seconds() + _JOIN_S
             self._closed = [each for each in self._closed if now - each[0] < lasts_s] + [(now, connections)]
         super().abort(errored)
@@ -285,14 +286,14 @@ class Nccl(_Watched, LookedAfter, ProcessGroupNCCL):
     """NCCL's process group, for replicas on GPUs."""
 
     def __init__(self, timeout: timedelta) -> None:
-        # An abort waits until the first connections are made or given up, by default for the whole timeout.
+        # An abort waits until the first connections are made or have failed, by default for the whole time-out.
         seconds = math.ceil(min(timeout.total_seconds(), _CONNECT_S))
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(seconds))
         super().__init__(timeout)
 
     @contextmanager
     def _run_context(self) -> Iterator[None]:
-        """Abort the group if a call lasts for the whole time-out: torchft's timer outlives a call that raises, too."""
+        """Abort the group if a call lasts for the whole time-out. torchft's own timer goes on after a call raises."""
         with context_timeout(_AsOfNow(self).abort, self._timeout):
             yield
 
@@ -305,7 +306,7 @@ class Nccl(_Watched, LookedAfter, ProcessGroupNCCL):
 
 
 class _AsOfNow:
-    """A group as it is now, for a timer that may fire when there is another one: only this one is aborted."""
+    """The current configuration of a group, for a timer: a later configuration is not aborted."""
 
     def __init__(self, group: LookedAfter) -> None:
         self._group, self._turn = group, group.turn

@@ -1,4 +1,4 @@
-"""torchft's manager, which agrees on each step's group, as replicas need it (``replica_agreement.py``)."""
+"""A subclass of torchft's manager, which agrees with other replicas on each step's group (``replica_agreement.py``)."""
 
 import math
 import threading
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from cs336_systems.pretraining.replica_agreement import ReplicaAgreement
 
 _RETRIES = 20
-"""Failed attempts in a row to form a group before a step is tried without one."""
+"""The most failed attempts in a row to form a group; then the step is tried without one."""
 _LOOK_S = 0.2
-"""Seconds between two looks at whether a replica that waits for a quorum is to end."""
+"""Seconds between two checks whether a replica that waits for a quorum should stop."""
 _GRACE_S = 5.0
-"""Seconds for which a replica that is asked to end still waits for a quorum. Mostly the others come, and all end after
-the same step."""
+"""Seconds for which a replica that was asked to stop still waits for a quorum. Usually the others join in time, and all
+stop after the same step."""
 _VOTE_TIMES = 4
-"""For how many times --agree-timeout a rank waits for the votes of its replica's others. One of them may wait in vain
-for another replica meanwhile: once in an all-reduce, up to three times for the store of one that has died."""
+"""A rank waits for the votes of its replica's other ranks for this multiple of --agree-timeout. One of them may
+meanwhile be waiting for a dead replica: for one time-out in an all-reduce, and for up to three on its store."""
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class _DaemonThreads(Executor):
-    """Runs each call in a daemon thread, so that a process can end while nobody answers for a quorum."""
+    """Runs each call in a daemon thread, so that the process can exit while a quorum request is unanswered."""
 
     def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -52,14 +52,14 @@ class _DaemonThreads(Executor):
 
 
 class ReportingManager(Manager):
-    """torchft's manager, which tells its replica of each quorum and keeps each verdict."""
+    """torchft's manager with callbacks to the replica before and after each quorum; it stores the last verdict."""
 
     replica: "ReplicaAgreement"
     _healing: bool
     _pending_state_dict: Any
     _executor: Executor
     verdict: bool | None = None
-    """The last result of ``should_commit``, until somebody resets it."""
+    """The last result of ``should_commit``; the caller resets it to None."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -88,8 +88,8 @@ class ReportingManager(Manager):
         """Wait for the quorum.
 
         Raises:
-            StoppedWaiting: the replica is to end, and no quorum comes.
-            torch.distributed.DistError: others did not answer in time.
+            StoppedWaiting: the replica was asked to stop, and no quorum formed in time.
+            torch.distributed.DistError: the other replicas did not answer in time.
         """
         assert self._quorum_future is not None
         gives_up_at = math.inf
@@ -104,12 +104,12 @@ class ReportingManager(Manager):
         raise StoppedWaiting(f"asked to end, and no quorum came within {_GRACE_S:g} s")
 
     def _apply_pending_state_dict(self) -> None:
-        """Take over the peer's state, unless this replica has more steps and nobody trains yet: then all meet again,
-        and torchft takes this replica's step for the newest."""
+        """Load the peer's state. If this replica has made more steps and no replica trains yet, keep its own state and
+        raise its step count instead, so that the next quorum treats it as the newest."""
         pending = self._pending_state_dict
         if pending is not None and self.replica.prefers_its_own(pending["user"]["default"]):
             self._pending_state_dict = None
-            self._step += self.replica.newness  # its peer's step is of averages in which nobody has trained
+            self._step += self.replica.newness  # the peer's count is of averages before training
             self.report_error(RuntimeError("this replica has made more steps than its peer"))
         else:
             super()._apply_pending_state_dict()
@@ -120,22 +120,22 @@ class ReportingManager(Manager):
         return self.verdict
 
     def _vote(self, timeout: timedelta | None = None) -> bool:
-        """torchft's ``should_commit``, on which the ranks of this replica agree.
+        """Call torchft's ``should_commit``, whose result is the same on all ranks of this replica.
 
         Raises:
-            torch.distributed.DistError: one of them did not answer in time.
+            torch.distributed.DistError: another rank of this replica did not answer in time.
         """
         within = timeout or _VOTE_TIMES * self._timeout
         try:
             return super().should_commit(within)
-        except TimeoutError as error:  # an OSError, for which others would take it
+        except TimeoutError as error:  # a subclass of OSError, which callers handle as bad input
             waited = f"{within.total_seconds():g} s"
             raise dist.DistError(f"another rank of this replica did not answer within {waited}") from error
 
     def _hang_up(self) -> None:
-        """After an error that other replicas may not have met, close the connections, so that all meet one.
+        """Close the connections after an error, so that replicas that have not seen it get one, too.
 
-        On a ring of four, one replica has no connection with the one that died, and would wait for the other two.
+        In a ring of four, one replica has no connection to the one that died, and would wait for the other two.
         """
         error = self.errored()
         if error is None or isinstance(error.original_exception, FloatingPointError):
@@ -143,8 +143,8 @@ class ReportingManager(Manager):
         self._pg.abort(errored=False)
 
     def allreduce(self, tensor: Tensor, should_quantize: bool = False, *args: Any, **kwargs: Any) -> Any:
-        """Average over replicas; in 8 bits on any device, each rank gathers all and takes the mean in the same order,
-        so that all have the same bits."""
+        """Average a tensor over replicas, in place. With ``should_quantize``, on any device, each rank gathers all
+        quantized tensors and sums them in the same order, so that the results are bit-identical."""
         if not should_quantize:
             return super().allreduce(tensor, False, *args, **kwargs)
         if self.errored():

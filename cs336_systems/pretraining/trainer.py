@@ -3,10 +3,10 @@
     with joined("cuda") as rank:
         outcome = train(options, rank, RunConsole())
 
-All ranks run this; the first keeps the log. No step waits for the device: the loss and norm of a step are read after
-the next one is queued (``deferred.py``). A signal may reach one rank alone, so each step sums the ranks' reasons to
-stop, and all stop at the same step. A run that resumes computes what an uninterrupted one does: the checkpoint holds
-the model, the moments and the place in the data, and the learning rate is a function of the step. Under memory limits
+All ranks run this; the first writes the log. No step waits for the device: the loss and norm of a step are read after
+the next one is queued (``deferred.py``). A signal may reach only one rank, so each step sums the ranks' reasons to
+stop, and all stop at the same step. A resumed run computes the same as an uninterrupted one: the checkpoint holds the
+model, the moments and the position in the data, and the learning rate is a function of the step. Under memory limits
 the step is streamed (``capped.py``); all else is the same.
 
 Checkpoints are written in the background. If one is due while another is being written, training waits. A run stops at
@@ -47,10 +47,10 @@ from cs336_systems.pretraining.run_records import End, Evaluation, LoggedCheckpo
 from cs336_systems.pretraining.stop_requests import REASONS, Outcome, StopRequests
 
 NO_GAIN = "no gain"
-"""The reason to end a run whose held-out loss no longer falls. All ranks know the loss, so none need be told."""
+"""The reason to end a run whose held-out loss no longer falls. It is not exchanged, as all ranks know the loss."""
 
 _VALUES = ("loss", "norm", *REASONS)
-"""Values that are read one step late; that of a reason to stop is the number of ranks that have it."""
+"""Values that are read one step late; the value of a reason to stop is the number of ranks that have it."""
 
 _GPU_EVERY = 10
 """Steps between two readings of the GPU's state: some calls of NVML take a millisecond."""
@@ -76,7 +76,7 @@ def train(options: TrainOptions, rank: Rank, *sinks: Sink, agreement: Agreement 
 
     Raises:
         ValueError: options, data, folder, weights or device are unsuitable, or the run has made more steps already;
-            then nothing was changed. Or the data hold an id that is no token; then the steps before it are saved.
+            then nothing was changed. Or the data hold an invalid token id; then the steps before it are saved.
         RankAlone: one of several ranks met such an id; steps since the last checkpoint are lost.
         OSError: a file cannot be read, or the log cannot be written.
         NonFiniteStep: a loss or a gradient is not finite; no checkpoint of that step is written.
@@ -104,7 +104,7 @@ def run_prepared(
         stack.callback(agreement.leave)
         made, best, found = resume(prepared, passed_over.append)
         stop = agreement.stop = stack.enter_context(StopRequests(ends_at))
-        introduced = list(introduction(prepared, rank))  # a dry run takes a second, for which other worlds would wait
+        introduced = list(introduction(prepared, rank))  # its dry run takes a second: before other worlds wait for it
         try:
             first_step = agreement.join(prepared, made)
         except StoppedWaiting:
@@ -118,7 +118,7 @@ def run_prepared(
         step, options = prepared.step, prepared.options
         keep: dict[str, Any] = {"keep_last": options.keep_last, "keep_every": options.keep_every}
         saver = stack.enter_context(BackgroundSaver(options.out, step.model, step.optimizer, **keep))
-        stack.callback(gc.unfreeze)  # also what the caller has frozen
+        stack.callback(gc.unfreeze)  # also unfreezes what the caller has frozen
         return _Run(prepared, rank, log, saver, first_step, best, agreement).to_the_end(stop)
 
 
@@ -144,15 +144,15 @@ class _Run:
         self._complaint: str | None = None
         self._gpu_speaks = rank.rank == 0 and rank.device.type == "cuda"
         self._no_reason = torch.zeros(len(REASONS), device=rank.device)
-        # ShardedOptimizer gathers weights under the next forward. Reasons exchanged after the step would queue behind
-        # these gathers on NCCL's stream, and so would the host; other worlds need them in the step.
+        # ShardedOptimizer's gathers of weights overlap the next forward. Reasons exchanged after the step would queue
+        # behind them on NCCL's stream, and the host would wait; other worlds need the reasons during the step.
         sharded = rank.world_size > 1 and isinstance(prepared.step.optimizer, ShardedOptimizer)
         self._asks_before_step = sharded or agreement.on
-        self._reason = self._no_gain()  # to end, the same on all ranks; a run that ended for it does so again
-        self._loss_before = math.inf  # held-out, of step 0
+        self._reason = self._no_gain()  # why to end, equal on all ranks; a run that ended with no gain ends again
+        self._loss_before = math.inf  # held-out loss before training
 
     def to_the_end(self, stop: StopRequests) -> Outcome:
-        """Make the remaining steps until there is a reason to stop; raises as ``train``."""
+        """Make the remaining steps until there is a reason to stop; raises what ``train`` does."""
         deferred = Deferred(self._rank.device, _VALUES)
         try:
             if self._made == 0 and self._agreement.first and self._prepared.evaluation is not None:
@@ -180,7 +180,7 @@ class _Run:
         except NonFiniteStep as error:
             self._fail(error)
             raise
-        except ValueError as error:  # the data hold an id that is no token
+        except ValueError as error:  # the data hold an invalid token id
             several = self._rank.world_size > 1
             if not several and not self._agreement.on:
                 self._tell(deferred.flush(), self._made - 1)
@@ -210,7 +210,7 @@ class _Run:
     def _queue_step(self, stop: StopRequests, deferred: Deferred) -> list[Tensor] | None:
         """Queue one step on the device; return tensors for ``_VALUES``, or None if the step does not count."""
         self._made = self._agreement.begin(self._made)
-        if self._made >= self._prepared.n_steps:  # the state of other worlds was taken over
+        if self._made >= self._prepared.n_steps:  # the state was loaded from another world
             return None
         rate = self._prepared.rate(self._made)
         for group in self._step.optimizer.param_groups:
@@ -288,7 +288,7 @@ class _Run:
             self._gpu_speaks = False
 
     def _tell(self, done: Done | None, step: int) -> None:
-        """Log a finished step and take over its reasons to stop; raises NonFiniteStep."""
+        """Log a finished step and apply its reasons to stop; raises NonFiniteStep."""
         if done is None:
             return
         loss, norm = done.values["loss"], done.values["norm"]
@@ -300,7 +300,7 @@ class _Run:
             raise NonFiniteStep(f"step {step}: loss {loss:g}, norm {norm:g}: the model is as it was before")
 
     def _evaluate_and_save(self, deferred: Deferred) -> None:
-        """Evaluate and save if that is due; only then does the host wait for the device."""
+        """Evaluate and save if due; only then does the host wait for the device."""
         options, done = self._options, self._made == self._prepared.n_steps
         for what, every in (("evaluation", options.evaluate_every), ("checkpoint", options.save_every)):
             if every is not None and (done or self._made % every == 0):
@@ -320,7 +320,7 @@ class _Run:
         deferred.restart()
 
     def _evaluate(self, sequences: Sequences) -> None:
-        """Measure and log the held-out loss, and note whether it is the best and whether to stop."""
+        """Measure and log the held-out loss, and record whether it is the best and whether to stop."""
         began, batch = time.perf_counter(), self._prepared.evaluation_batch
         shared = self._options.evaluation_sequences, self._prepared.own, self._prepared.place
         with self._agreement.common_weights():
