@@ -1,6 +1,6 @@
-"""A plan of ``pretraining/card_plan.py`` on the console and as a picture: ``--print-plan`` of commands that train.
+"""A plan of ``pretraining/card_plan.py`` on the console and as a figure: ``--print-plan`` of commands that train.
 
-code = print_plans([options], asked, "train.py", ["zero"])  # tables, a sentence on fp8, and one JSON object
+    code = print_plans([options], asked, "train.py", ["zero"])  # tables, a sentence on fp8, and one JSON object
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BAR = 30
-"""Characters of a step's whole time."""
+"""Length in characters of the bar that stands for a whole step."""
 _ERRORS = {"H100 SXM": 0.05, "H200": 0.05, "RTX 3090": 0.12, "RTX PRO 6000 Blackwell": 0.12}
-"""By card, the relative error that nine of ten predictions stayed below: on an H100 and an H200 for this suite's own
-steps, on others for published ones (profiles/your-card.md; ``scripts/parallelism.py cards``)."""
+"""By GPU, the relative error that nine of ten predictions stayed below: for this suite's own steps on an H100 and an
+H200, for published ones on others (profiles/your-card.md; ``scripts/parallelism.py cards``)."""
 _UNFITTED, _SEVERAL_GPUS = 0.2, 4
-"""The same error for cards to whose steps nothing was fitted, and for more GPUs than these."""
+"""The same error for GPUs on which nothing was fitted and for runs on more than ``_SEVERAL_GPUS`` GPUs."""
 _HOSTS = f"Hosts are taken to have {GPUS_PER_HOST} GPUs, each with {8 * NETWORK_BYTES_PER_S / 1e9:g} Gbit/s to others."
 _MULTI_NODE = "TORCHRUN='uv run torchrun' scripts/launch/multi_node.sh"
 _PLANNED = {*TRIED, *RECIPE[:1], "init", "size", "context_length", "total_batch_tokens", "accumulate", "choose_fastest"}
@@ -52,15 +52,15 @@ def plan_asked(
     command: str,
     typed: Collection[str] | None = None,
 ) -> int:
-    """Plan the runs that the arguments describe, beside the options of the plan itself; returns the exit code.
+    """Print plans for the runs that the arguments describe; return the exit code.
 
-    Ways have the values of ``TRIED`` that the arguments give.
+    The arguments also hold the plan's own options. Options of ``TRIED`` that they give keep their values.
 
     Args:
-        typed: the options that a person gave; None for all. Others, of a file, count where they are not the default.
+        typed: the options typed by the user; None for all. Others, from a file, count as given if not the default.
 
     Raises:
-        ValueError: an option that makes no sense, or nothing fits.
+        ValueError: an option is invalid, or nothing fits.
     """
     asked, rest = Asked.taken_from(arguments)
     typed = flags_in(rest) if typed is None else typed
@@ -81,10 +81,10 @@ def _differs(runs: Sequence[TrainOptions], name: str) -> bool:
 
 
 def _card_here() -> str:
-    """The name of the GPU that is here.
+    """Return the name of this machine's GPU.
 
     Raises:
-        ValueError: there is none, or no peaks of it are on record.
+        ValueError: there is no GPU, or no peaks of it are on record.
     """
     if not n_gpus():
         raise ValueError(f"{PRINT_PLAN} needs --gpu where there is none: a name, such as rtx-4090, or its figures")
@@ -99,11 +99,11 @@ def _card_here() -> str:
 
 
 def print_plans(runs: Sequence[TrainOptions], asked: Asked, command: str, given: Sequence[str]) -> int:
-    """Print the plans of some runs, draw the picture of the last if asked, and end with one JSON object.
+    """Print the plans of some runs, save the last one's figure if requested, and end with one JSON object.
 
     Raises:
-        ValueError: as for ``CardPlan``; the GPUs do not fill their hosts; the length of a run is one of its data; or
-            the picture is to be no PNG.
+        ValueError: as for ``CardPlan.of``; nothing fits; the GPUs are no whole number of hosts; a run's length is given
+            in epochs; or the figure's file is no PNG.
     """
     if asked.picture is not None:
         from cs336_systems.report.figures import check_png, save
@@ -157,8 +157,7 @@ def run_tokens(plan: CardPlan) -> float:
 def run_cost(plan: CardPlan, way: Way) -> dict[str, float | None]:
     """Return the ``hours``, ``kwh`` and ``price`` of the whole run.
 
-    Energy is that of the cards alone, at full power. It or the price is None if the power or the price of a card is
-    not known.
+    Energy counts only the GPUs, at full power; it is None if their power is unknown, and the price if none is given.
     """
     hours = run_tokens(plan) / way.tokens_per_s / 3600
     watts, each = plan.hardware.watts, plan.asked.price_per_gpu_hour
@@ -167,7 +166,7 @@ def run_cost(plan: CardPlan, way: Way) -> dict[str, float | None]:
 
 
 def relative_error(plan: CardPlan) -> float:
-    """Return the relative error that nine of ten predictions for this card stay below."""
+    """Return the relative error below which nine of ten predictions for this GPU stay."""
     return _UNFITTED if plan.asked.gpus > _SEVERAL_GPUS else _ERRORS.get(plan.hardware.name, _UNFITTED)
 
 
@@ -176,7 +175,7 @@ def _step_seconds(plan: CardPlan, way: Way) -> float:
 
 
 def ways_table(plan: CardPlan) -> Table:
-    """The run as asked and the fastest ways, in tokens/s of all cards."""
+    """Return a table of the run as its options describe it and of the fastest ways, in tokens/s of all GPUs."""
     import pandas as pd
 
     lines = []
@@ -225,7 +224,7 @@ def _amount(number: float) -> str:
 
 
 def segments(plan: CardPlan) -> dict[str, int]:
-    """Bytes of one card by segment, of the fastest way, and what is on the host."""
+    """Return the bytes of one GPU by segment for the fastest way, and the bytes on the host."""
     way = plan.fastest
     found = {name: n_bytes for name, n_bytes in way.device_parts.items() if n_bytes}
     found |= {"in all": way.device_bytes, "tensors may take": int(plan.device_bytes)}
@@ -240,7 +239,7 @@ def seconds_by_class(plan: CardPlan, way: Way) -> dict[str, float]:
 
 
 def classes_table(plan: CardPlan) -> Table:
-    """Seconds of a step by class of kernel, a bar beside each."""
+    """Return a table of the fastest way's seconds per step by class of kernel, with bars."""
     seconds = seconds_by_class(plan, plan.fastest)
     whole = sum(seconds.values())
     lines = [
@@ -251,7 +250,7 @@ def classes_table(plan: CardPlan) -> Table:
 
 
 def sentences(plan: CardPlan) -> list[str]:
-    """Return the fastest way as a command, whether fp8 pays, what is assumed, and how far predictions may be off."""
+    """Return sentences: the fastest way's command, whether fp8 pays, assumptions, and the prediction's error."""
     error = f"{100 * relative_error(plan):.0f} %"
     fitted = "nothing was fitted on this card"
     if plan.hardware.name in _ERRORS:
@@ -277,7 +276,7 @@ def sentences(plan: CardPlan) -> list[str]:
 
 
 def launcher(gpus: int) -> str:
-    """Return how train.py is started on GPUs of hosts that have eight: one command, or one for each host."""
+    """Return the words that start train.py: on one host of eight GPUs, or on each of several."""
     if gpus == 1:
         return "uv run scripts/train.py"
     if gpus <= GPUS_PER_HOST:
@@ -287,7 +286,7 @@ def launcher(gpus: int) -> str:
 
 
 def attention_assumed(plan: CardPlan) -> list[str]:
-    """Return a sentence on attention, where the run will not have the kernel that the prediction is of."""
+    """Return a sentence if the run will not use the attention kernel that the prediction assumes."""
     if (plan.hardware.kind or DATA_CENTRE) != DATA_CENTRE:
         return []
     hopper, own = "The prediction is of --attention hopper", plan.own
@@ -300,7 +299,7 @@ def attention_assumed(plan: CardPlan) -> list[str]:
 
 
 def train_arguments(plan: CardPlan, way: Way) -> str:
-    """Return the arguments with which train.py runs a way: the plan's, and all others that were given."""
+    """Return train.py's arguments for a way: the plan's choices, and the run's other options."""
     model = f"--init {shlex.quote(str(plan.own.init))}" if plan.own.init else f"--size {plan.own.size}"
     words = f"{model} --context-length {plan.length}"
     for each in fields(TrainOptions):
@@ -331,7 +330,7 @@ def fp8_pays(plan: CardPlan) -> str:
 
 
 def classes_figure(plan: CardPlan) -> Figure:
-    """A bar for each way that fits, of the time of a thousand tokens by class of kernel."""
+    """Draw a bar for each way that fits: the time of a thousand tokens by class of kernel."""
     from cs336_systems.report.figures import OKABE_ITO, panels
 
     figure, (panel,) = panels(1, 1, 7.5, 1.0 + 0.6 * len(plan.best))

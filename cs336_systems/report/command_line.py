@@ -1,6 +1,6 @@
-"""The beginning and end of every command: it parses, prints one sentence on bad input, and returns an exit code.
+"""Shared by all commands: parsing, one sentence on bad input, and exit codes.
 
-Imports no torch, pandas or matplotlib, so that ``--help`` and a typing error are answered at once. A benchmark reads
+Imports no torch, pandas or matplotlib, so that ``--help`` and messages on bad input come at once. A benchmark has
 
     main = command(EXPERIMENT, __doc__)          # experiments/driver.py
 
@@ -64,12 +64,12 @@ class ModelOptions:
         return cls(missing, device=device, dtype="bf16" if device == "cuda" else "fp32")  # type: ignore
 
     def check_device(self) -> None:
-        """Raise ValueError if it is not there."""
+        """Raise ValueError if the device does not exist."""
         if self.device == "cuda" and not n_gpus():
             raise ValueError("--device cuda needs a GPU, and there is none")
 
     def load(self, command: str, path: Path) -> Any:
-        """The ``checkpoint.load_trained`` of a path, which may be one of several of the model; errors as of that."""
+        """Load the model at ``path``; raises what ``checkpoint.load_trained`` does."""
         from cs336_systems.pretraining.checkpoint import load_trained
         from cs336_systems.training.precision import DTYPES
 
@@ -77,7 +77,7 @@ class ModelOptions:
 
 
 def n_gpus() -> int:
-    """NVIDIA GPUs that a process started here would see, by the driver's word; 0 without a driver."""
+    """Return how many NVIDIA GPUs a process started here would see, asking only the driver; 0 without a driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
@@ -91,7 +91,7 @@ def n_gpus() -> int:
 
 
 def parse(kind: type[Options], arguments: list[str] | None, description: str | None) -> Options:
-    """Options from the command line, with the defaults of the device that they name, else of the one found here."""
+    """Parse options; defaults are those of the device that the command line names, or else of the one found here."""
     found = "cuda" if n_gpus() else "cpu"
     options = cli(kind, arguments, description, default=kind.default(found))
     if options.device == found:
@@ -100,12 +100,12 @@ def parse(kind: type[Options], arguments: list[str] | None, description: str | N
 
 
 def flags_in(arguments: Iterable[str]) -> set[str]:
-    """The options that a command line gives, with dashes and without their values."""
+    """Return the names of the options that a command line gives, such as ``--batch-size``."""
     return {word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")}
 
 
 def cli(kind: Any, arguments: list[str] | None, description: str | None, **settings: Any) -> Any:
-    """``tyro.cli``, whose ``--help`` wraps the description to the terminal and shows the type ``X | None`` as X."""
+    """Call ``tyro.cli``; ``--help`` wraps the description to the terminal and shows the type ``X | None`` as X."""
     registry = tyro.constructors.ConstructorRegistry()
     inside = False
 
@@ -113,7 +113,7 @@ def cli(kind: Any, arguments: list[str] | None, description: str | None, **setti
     def without_none(asked: Any) -> Any:
         nonlocal inside
         if inside or NoneType not in get_args(asked.type):
-            return None  # tyro's own rules serve it
+            return None  # leaves it to tyro's own rules
         inside = True
         spec = registry.get_primitive_spec(asked)
         inside = False
@@ -126,7 +126,7 @@ def cli(kind: Any, arguments: list[str] | None, description: str | None, **setti
 
 
 def for_terminal(text: str) -> str:
-    """A module's docstring in plain text, its paragraphs wrapped; those that are indented, commands, stay."""
+    """Return a module's docstring in plain text with wrapped paragraphs; indented ones, commands, are unchanged."""
     width = shutil.get_terminal_size().columns
     paragraphs = text.replace("``", "").strip().split("\n\n")
     # tyro joins lines unless they begin with a blank.
@@ -137,10 +137,10 @@ def for_terminal(text: str) -> str:
 
 
 def complain(command: str, fault: Exception | str, *, every_rank: bool = False) -> int:
-    """One sentence on stderr, of each node's first rank or of ``every_rank``; returns the exit code of bad input.
+    """Print one sentence to stderr, on each node's first rank or on ``every_rank``; return the exit code of bad input.
 
-    torchrun ends all ranks once one has exited, maybe before the first has spoken. Its own report, of some forty lines,
-    therefore ends with the sentence, which it reads from a file of each rank.
+    torchrun ends all ranks once one has exited, perhaps before the first has printed. Each rank therefore also writes
+    the sentence to a file, which torchrun prints at the end of its own report.
     """
     sentence = f"{command}: {os_error(fault) if isinstance(fault, OSError) else fault}"
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -152,18 +152,18 @@ def complain(command: str, fault: Exception | str, *, every_rank: bool = False) 
 
 
 def os_error(error: OSError) -> str:
-    """The error in words, with the file if it is known."""
+    """Return the error's text, with the file if it is known."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def exit_with(command: str, main: Callable[[], int], left: str = "every finished row is kept") -> NoReturn:
-    """Run a command's ``main`` and exit with its code, whatever becomes of its streams.
+    """Run a command's ``main`` and exit with its code, even if its output streams fail.
 
-    Ctrl-C outside a cell is one sentence, not a traceback. A reader that has had enough (``| head -1``), a closed
-    stdout and a terminal that knows ASCII alone cost output, never rows, figures or the exit code.
+    Ctrl-C outside a cell prints one sentence, not a traceback. A closed pipe (``| head -1``), a closed stdout or an
+    ASCII-only terminal loses output, but never rows, figures or the exit code.
 
-    Threads of OpenMP, which torch brings later, look for each other for about a hundred microseconds, not for
-    milliseconds as by default: on two cores beside two busy programs a first training step took 2 s instead of 25.
+    OpenMP threads, which torch starts later, spin for about a hundred microseconds instead of the default milliseconds:
+    on two cores shared with two busy programs a first training step took 2 s instead of 25.
 
     Args:
         left: what Ctrl-C leaves, in words.
@@ -178,7 +178,7 @@ def exit_with(command: str, main: Callable[[], int], left: str = "every finished
         print(f"{command}: interrupted; {left}", file=sys.stderr)
         code = INTERRUPTED
     sys.stdout.flush()
-    if sys.stdout.broken:  # the interpreter would fail to flush it, and say so
+    if sys.stdout.broken:  # the interpreter would fail to flush it and print an error
         os._exit(code)
     sys.exit(code)
 
@@ -186,14 +186,14 @@ def exit_with(command: str, main: Callable[[], int], left: str = "every finished
 def warning_as_sentence(
     others: Callable[..., str], message: Warning | str, category: type, filename: str, *place: Any
 ) -> str:
-    """Format a warning: one of this package without its line of code, any other one by ``others``."""
+    """Format a warning: one from this package without its line of code, any other with ``others``."""
     if Path(filename).is_relative_to(PACKAGE):
         return f"warning: {message}\n"
     return others(message, category, filename, *place)
 
 
 class _Lenient:
-    """A text stream that drops what cannot be written; ``broken`` once its reader is gone."""
+    """A text stream that drops what cannot be written; ``broken`` is True after a write or flush has failed."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""The table of ``--compare``: what the newest runs of two files say of the same cells, with a verdict for each phase.
+"""The table of ``--compare``: the newest runs of the same cells in two files, with a verdict for each phase.
 
 The ratio of medians gets a 95 % interval from the bootstrap (Efron 1979: resample both sides, take the ratio, repeat).
 Samples of one process do not show how much processes differ from each other, so whole processes are resampled, too. The
@@ -39,7 +39,7 @@ _RANKS = {"metric": 0, "verdict": 0, "new / old": 0, "95 % interval": 1, "new ms
 
 
 def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
-    """One line per phase of every cell that both hold: old ms, new ms, processes, ratio, interval, verdict.
+    """Compare each phase of every cell in both frames: old ms, new ms, processes, ratio, interval, verdict.
 
     The repeats of a cell's newest run count as its processes. Cells that only one side measured are counted in the
     caption, and differences of machine and versions are listed there.
@@ -80,7 +80,7 @@ def compare(new: pd.DataFrame, old: pd.DataFrame) -> Table:
 
 
 def _timings(frame: pd.DataFrame, keys: list[str]) -> dict[tuple, Processes]:
-    """Time samples by cell and metric, a list for each process of the newest run; none of a run that failed."""
+    """Return samples in ms by cell and metric, a list per process of the newest run; failed runs have none."""
     timings: dict[tuple, Processes] = {}
     for key, cell in frame.groupby([frame[name].astype(str) for name in keys[:-1]], sort=False):
         run = newest_run(cell)
@@ -91,7 +91,7 @@ def _timings(frame: pd.DataFrame, keys: list[str]) -> dict[tuple, Processes]:
 
 
 def overload(frame: pd.DataFrame, per_core: float = 1.0) -> str:
-    """How busy the host was at its busiest when a cell began; nothing if there were no more processes per core."""
+    """Describe the highest load at the start of a cell; empty if it was at most ``per_core`` processes per core."""
     busiest = (0.0, 1)
     for host, state in frame[["host", "state_before"]].drop_duplicates().itertuples(index=False):
         cores = host.removesuffix(" cores").rpartition(" ")[2]
@@ -103,7 +103,7 @@ def overload(frame: pd.DataFrame, per_core: float = 1.0) -> str:
 
 
 def ratio_interval(new: Processes, old: Processes) -> tuple[float, float, float]:
-    """(ratio, low, high): median(new) / median(old) of the processes' medians, with its 95 % interval.
+    """Return (ratio, low, high): the ratio new / old of the medians of processes' medians, and its 95 % interval.
 
     Raises:
         ValueError: either side has no samples.
@@ -131,7 +131,7 @@ def _resampled_medians(samples: list[float], generator: np.random.Generator) -> 
 
 
 def verdict(low: float, high: float) -> str:
-    """The word for an interval of time ratios (new / old) of enough processes: see the module's docstring."""
+    """Return the verdict (module docstring) on an interval of time ratios new / old, given enough processes."""
     if low >= 1 - MARGIN and high <= 1 + MARGIN:
         return "same"
     if high < 1 - MARGIN:

@@ -1,9 +1,9 @@
-"""Shared by all figures: lines over a swept column, the look of axes, and writing files.
+"""Functions shared by all figures: lines over a swept column, the style of axes, and writing files.
 
     figure, axes = lines(rows, x="length", colour="impl", panel="metric", log="xy")
     axes["both"].set_ylabel("ms")
 
-Colours are those that colour-blind readers tell apart.
+Colour-blind readers can distinguish the colours.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,13 +27,13 @@ WITH_COMMAS = FuncFormatter(lambda value, _: f"{value:,g}")
 
 _COLOURS = (*OKABE_ITO, "#999999", "#882255")
 _SHAPES = tuple(zip("osD^vPX*h", ("-", "--", ":", "-.", "-", "--", ":", "-.", "-"), strict=True))
-"""Markers and dashes of the values of one column."""
+"""Pairs of marker and dash, one for each value of a column."""
 _MOST_TICKS = 6
-"""Labels of an x axis that stand beside each other; more are turned."""
+"""The most upright tick labels on an x axis; more are rotated."""
 
 
 def panels(n: int, most: int, width: float, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """A figure with ``n`` panels of ``width`` x ``height`` inches, at most ``most`` of them beside each other.
+    """Return a figure with ``n`` panels of ``width`` x ``height`` inches, at most ``most`` per row.
 
     Args:
         shared: as for ``Figure.subplots``, such as ``sharey=True``.
@@ -66,19 +66,19 @@ def lines(
     most: int = 3,
     **shared: Any,
 ) -> tuple[Figure, dict[Any, Axes]]:
-    """Draw a point for each row: a panel for each value of one column, in it a line for each pair of two others.
+    """Draw a point for each row, in a panel for each value of ``panel``, with a line per pair of colour and style.
 
-    A value has its colour, marker or panel by the order in which the column's values first appear. The legend stands
-    beside the panels; labels of axes, titles and what else is drawn are the caller's.
+    Values get colours, markers and panels in the order of their first appearance. The legend is beside the panels. The
+    caller sets titles and axis labels.
 
     Args:
         rows: in the order in which a line joins its points.
-        x, y: the columns of coordinates. Words in ``x`` stand at equal distances, in the order of the panel's rows.
-        colour, style: the columns whose values have a colour, and a marker with a dash; without ``style`` every colour
-            has a marker of its own.
-        panel: the column whose values have a panel each; all rows are in one, called "", without.
+        x, y: the columns of coordinates. Words in ``x`` are spaced equally, in the order of the panel's rows.
+        colour, style: the columns that choose a line's colour, and its marker and dash; without ``style`` every colour
+            has its own marker.
+        panel: the column that chooses the panel; without it there is one panel, called "".
         log: the axes that are logarithmic, "x", "y" or "xy".
-        spread: whether bars reach from the column p10 to the column p90.
+        spread: whether error bars reach from the column p10 to the column p90.
         also: further entries of the legend.
         width, height, most, shared: as for ``panels``.
 
@@ -115,14 +115,14 @@ def _told_apart(values: Iterable[Any], looks: Sequence[Any]) -> dict[Any, Any]:
 
 
 def _places(values: pd.Series, of_panel: pd.Series) -> pd.Series:
-    """Numbers as they are, words as their places among all of the panel."""
+    """Return numbers unchanged, and words as their index among the panel's words."""
     if pd.api.types.is_numeric_dtype(of_panel):
         return values
     return values.map({word: place for place, word in enumerate(dict.fromkeys(of_panel))})
 
 
 def _scale(axes: Axes, values: pd.Series, log: str) -> None:
-    """Make axes logarithmic, with a tick at each number of a logarithmic x and at each word."""
+    """Make axes logarithmic; a logarithmic x axis, and one of words, has a tick at each value."""
     if "y" in log:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
@@ -140,7 +140,7 @@ def _scale(axes: Axes, values: pd.Series, log: str) -> None:
 
 
 def dress(axes: Axes) -> None:
-    """A pale grid behind the data, and no frame above and to the right of it."""
+    """Add a pale grid, and remove the top and right spines."""
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -152,12 +152,12 @@ def check_png(path: Path) -> None:
 
 
 def save(figure: Figure | None, path: Path, **said: str) -> bool:
-    """Write a figure as PNG, in a folder that need not be there yet; returns whether there was one.
+    """Write a figure as PNG, creating its folder; return False, and write nothing, if the figure is None.
 
-    An earlier picture stays until the new one is whole.
+    An existing file is replaced only when the new one is complete.
 
     Args:
-        said: text that the file says about itself, by keyword (PNG's text chunks).
+        said: text chunks of the PNG, by keyword.
 
     Raises:
         ValueError: the path does not end in ``.png``.

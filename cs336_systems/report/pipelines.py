@@ -1,4 +1,4 @@
-"""Timelines of pipelines, one stage a lane: what each did when, and when it did nothing."""
+"""Timelines of pipelines, one lane per stage: its operations over time, and its idle time."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ NAMES = {
 
 
 def simulated(timelines: list[Timeline]) -> dict[str, Timeline]:
-    """The timelines by titles that say bubble and activations."""
+    """Return the timelines by titles with bubble and peak activations."""
     found = {}
     for each in timelines:
         alive = each.peak_activations
@@ -29,10 +29,9 @@ def simulated(timelines: list[Timeline]) -> dict[str, Timeline]:
 def pipelines_figure(
     timelines: Mapping[str, Timeline], unit: str = "forward passes of one micro-batch on one stage"
 ) -> "Figure":
-    """A panel for each timeline, by its title, stages from top to bottom, time in the same unit.
+    """Draw a panel for each timeline by title, with stages from top to bottom, all on one time axis.
 
-    A box is one operation on one micro-batch, whose number stands in it; the second chunk of a stage is paler. White
-    is the bubble.
+    A box is an operation, labelled with its micro-batch; a stage's second chunk is paler. White is the bubble.
     """
     from matplotlib.patches import Patch
 
@@ -64,7 +63,7 @@ def pipelines_figure(
 
 
 def _paler(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """The colour mixed with white, up to a half for the last chunk."""
+    """Return the colour mixed with white, by half for the last chunk."""
     white = 0.5 * chunk / max(chunks - 1, 1)
     from matplotlib.colors import to_rgb
 

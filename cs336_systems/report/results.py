@@ -1,4 +1,4 @@
-"""The one declarative table of results: what its columns are; a line for each cell of the rows of a benchmark.
+"""Tables of results, declared by their columns; each cell of a benchmark's rows is one line.
 
     ResultTable(
         settings=("gpu", "size", "dtype"),
@@ -9,8 +9,8 @@
         ),
     ).of(rows)
 
-What is shown of a cell is its newest run (``harness/runs.py``). Where the lines come from several commands, or from
-several days, each carries its date.
+A line shows the newest run of its cell (``harness/runs.py``). If the lines come from several commands or days, each has
+its date.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Line:
     """One cell.
 
     Attributes:
-        settings: what tells it from others, as shown.
+        settings: the settings that distinguish it from other cells, as shown.
         rows: all of its rows.
-        run: those of its newest run.
-        metrics: these rows pooled, by metric; none for a cell that failed.
+        run: the rows of its newest run.
+        metrics: the run's pooled rows by metric; empty for a cell that failed.
         last: the last row of the run.
         lines: all lines of the table, by the values of their settings.
     """
@@ -73,11 +73,11 @@ class Line:
         return max(found, default=None)
 
     def peer(self, **settings: object) -> Line | None:
-        """The line that differs from this one in these settings alone."""
+        """Return the line that differs from this one only in these settings, or None."""
         return self.lines.get(tuple((self.settings | settings).values()))
 
     def run_beside(self, line: Line, columns: Collection[str]) -> pd.DataFrame:
-        """The newest of this cell's runs that agrees with the run of another line in the columns; empty without one."""
+        """Return rows of the cell's newest run that equals another line's run in these columns; empty if none does."""
         from cs336_systems.harness.runs import newest_run
 
         names = [name for name in columns if name in line.last]
@@ -85,15 +85,15 @@ class Line:
         return newest_run(rows) if len(rows) else rows
 
     def over(self, metric: str, peer: Line | None) -> float | None:
-        """A metric over the peer's, None if one of the two lacks it."""
+        """Return the ratio of a metric's median to the peer's, or None if one of the two lacks it."""
         own, other = self.median(metric), peer.median(metric) if peer else None
         return None if own is None or not other else own / other
 
     def repeats_over(self, metric: str, peer: Line | None, alike: Collection[str] = COMMAND) -> Spread | None:
-        """The metric's ratio to the peer's in the same command, per repeat; None if that command has not measured both.
+        """Return the metric's ratio to the peer's, per repeat, or None if no one command measured both.
 
-        The peer's own line may show a newer command. A metric that does not depend on when it was measured, such as a
-        loss, is compared if ``alike``, fewer columns, agree.
+        The peer's own line may show a newer command. For a metric that does not depend on when it was measured, such as
+        a loss, ``alike`` can name fewer columns that must agree.
         """
         from cs336_systems.harness.runs import by_repeat
 
@@ -107,7 +107,7 @@ class Line:
 
     @property
     def status(self) -> str:
-        """ok, or how it failed and why."""
+        """``ok``, or the kind of failure and its message."""
         return "ok" if self.last["status"] == "ok" else f"{self.last['status']}: {self.last['message']}"
 
 
@@ -116,14 +116,14 @@ class Column:
     """One result.
 
     Attributes:
-        value: a metric, or a function of the line; text that it returns is shown as it is, None as a dash, a spread
-            with its ends where they are not the same.
-        form: of the number, three digits unless said.
-        little: what ``form`` would show as zero has three digits.
-        spread: whether p10 and p90 stand behind the median; one sample has none.
+        value: a metric, or a function of the line. Text that it returns is shown unchanged, None as a dash, and a
+            spread with its ends if they differ.
+        form: format of the number; by default three significant digits.
+        little: show nonzero numbers that ``form`` rounds to zero with three significant digits.
+        spread: whether p10 and p90 follow the median, if there is more than one sample.
         rank: how soon a narrow terminal drops it (``Table.ranks``).
-        note: what the header cannot say.
-        optional: left out of a table in which no line has a value.
+        note: explains the header below the table.
+        optional: whether the column is left out if no line has a value.
     """
 
     header: str
@@ -160,10 +160,10 @@ class ResultTable:
     """A table of cells.
 
     Attributes:
-        settings: columns of the rows that tell one cell from another; rows may lack some. Those that all lines share
-            stand in the caption.
-        always: settings that are columns of the table even then.
-        labels: headers of settings, where they are not the name of the column.
+        settings: columns of the rows that distinguish cells; rows may lack some. Settings that all lines share move to
+            the caption.
+        always: settings that remain columns even if all lines share them.
+        labels: headers of settings, where they differ from the column's name.
     """
 
     settings: tuple[str, ...]
@@ -172,7 +172,7 @@ class ResultTable:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, rows: pd.DataFrame) -> Table:
-        """One line per cell, in the order in which the cells first appear; the last column is the status."""
+        """Return a table with a line per cell, in order of first appearance; the last column is the status."""
         import pandas as pd
 
         lines = self.lines(rows)
@@ -206,7 +206,7 @@ class ResultTable:
 
 
 def _plain(value: object) -> object:
-    """A setting as it is shown: 25 for 25.0, nothing where it does not apply."""
+    """Return a setting as it is shown: 25 for 25.0, nothing for NaN."""
     try:
         number = float(value) if isinstance(value, float | str) else None
     except ValueError:
@@ -217,7 +217,7 @@ def _plain(value: object) -> object:
 
 
 def _dates(lines: list[Line]) -> list[str]:
-    """When each line's command began to write the lines, in UTC; nothing if one command wrote them all on one day."""
+    """Return when each line's command began to write its lines, in UTC; empty for one command on one day."""
     if not all({"argv", "commit", "timestamp"} <= set(line.last.index) for line in lines):
         return []
     commands = [(line.last["argv"], line.last["commit"], line.last["timestamp"][:10]) for line in lines]

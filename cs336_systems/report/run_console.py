@@ -1,14 +1,14 @@
-"""A training run on the console: some lines before the first step, one line a step, and on a terminal its progress.
+"""A training run on the console: some lines before the first step, one line per step, on a terminal a progress bar.
 
     [T] step  0 [  1.0%] | time 1869 ms | norm 4.3155 | loss 3.2826 | lr 3.0e-06 | tps 35,065 | sol 42.9% | left 0:03:05
     [V] step 50 [ 50.0%] | time  1103 ms | loss 3.1190
     [C] step 50 [ 50.0%] | stall   210 ms | written  4102 ms | 2.76 GiB
 
-T is a step; V an evaluation and C a checkpoint after so many steps, for which training waited as long as it stalled; R
-what befell replicas;
-lr is the learning rate, tps are tokens per second of all ranks, sol is their share of the speed of light, and left is
-the time that the steps still to be made take at the median of the last hundred, without evaluations. A sink of the
-run's log, which hands it every record and has all of them whole; piped, lines are plain, and each is out at once.
+T is a training step. V is an evaluation and C a checkpoint after so many steps; stall is how long training waited for
+the checkpoint. R reports changes of the replicas and dropped steps. lr is the learning rate, tps tokens per second of
+all ranks, and sol their share of the speed of light. left is the estimated time of the remaining steps, at the median
+of the last hundred, without evaluations. The console is a sink of the run's log, which passes it every record. If
+stdout is no terminal, lines are plain, and each is flushed at once.
 """
 
 import math
@@ -46,10 +46,10 @@ _VERSIONS = ("torch", "driver", "commit")
 
 
 class RunConsole:
-    """Shows records as they come.
+    """Prints records as they are written.
 
     Args:
-        every: of so many steps one is shown; evaluations and what is out of the ordinary always are.
+        every: print every n-th step; evaluations, other records and steps that are not finite are always printed.
         console: by default stdout.
 
     Raises:
@@ -71,7 +71,7 @@ class RunConsole:
         self._task = self._progress.add_task("", where="")
 
     def write(self, record: Record) -> None:
-        """Show the lines that a record has, and move the bar."""
+        """Print the record's lines, and update the progress bar."""
         if isinstance(record, Session):
             self._n_steps = record.n_steps
             self._progress.update(self._task, total=record.n_steps, completed=record.first_step)
@@ -86,7 +86,7 @@ class RunConsole:
             self._say(*line_of_its_own)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the progress bar."""
         self._progress.stop()
 
     def _advance(self, steps: int) -> None:
@@ -94,7 +94,7 @@ class RunConsole:
         self._progress.update(self._task, completed=steps, where=f"{steps:,} of {self._n_steps:,} steps")
 
     def _line(self, record: Record) -> tuple[str, str] | None:
-        """The record's line and its style; None if it has none."""
+        """Return the record's line and its style, or None if it has no line."""
         match record:
             case LoggedStep():
                 finite = math.isfinite(record.loss) and math.isfinite(record.norm)
@@ -166,7 +166,7 @@ def _ms(seconds: float) -> str:
 
 
 def _beginning(record: Record) -> Iterator[str]:
-    """The lines of a record that is said before the first step; none of any other."""
+    """Yield the lines of a record that precedes the first step; nothing for other records."""
     match record:
         case Session():
             changed = {name: value for name, value in record.options.items() if value != record.defaults.get(name)}
@@ -208,7 +208,7 @@ _NO_GRADIENTS = "there are no gradients yet"
 
 
 def _unit(segments: Mapping[str, int]) -> tuple[str, int]:
-    """The unit of a table or line of memory, and its bytes."""
+    """Return the unit for memory segments, MiB or GiB, and its bytes."""
     small = segments.get("in all", max(segments.values(), default=GIB)) < GIB
     return ("MiB", 2**20) if small else ("GiB", GIB)
 
@@ -224,7 +224,7 @@ def _light(record: Light) -> str:
 
 
 def memory_table(predicted: Mapping[str, int]) -> Table:
-    """Predicted memory by segment, for ``train.py --print-memory``."""
+    """Return a table of predicted memory by segment, for ``train.py --print-memory``."""
     unit, of_unit = _unit(predicted)
     lines = [(segment, f"{n_bytes / of_unit:,.2f}") for segment, n_bytes in predicted.items()]
     header = f"predicted {unit}"

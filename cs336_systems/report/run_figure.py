@@ -1,9 +1,9 @@
 """Training runs as one picture: loss, gradient norm, learning rate, tokens/s, share of the speed of light, GPU.
 
-A colour for each run. What each step says is pale, its running median lies on top, and evaluations are dots; a cross
-at the foot is a step that was not finite, a dotted line where a run was resumed. A quantity that no log has is said to
-be missing where it would be drawn; runs without a GPU have no panels of one. Drawn without pyplot, so importing this
-touches no display. Beside it runs by name, and a run in a handful of figures.
+Each run has a colour. Values of single steps are pale under their running median, and evaluations are dots. A cross at
+the bottom marks a step that was not finite, a dotted line where a run was resumed. The panel of a quantity that no log
+has says so; runs without a GPU have no GPU panels. Drawn without pyplot, so importing this touches no display. The
+module also reads runs by name, and summarises a run in a few numbers.
 """
 
 import math
@@ -39,11 +39,11 @@ _WITHOUT_GPU: list[HashableList[str]] = [*_LAYOUT[:2], ["tokens_per_s", "tokens_
 _SMOOTHED_SHARE = 0.02
 """The share of the longest run's steps that the running median spans."""
 _DECADE = 10
-"""Between the ends of an axis, from which on ticks stand by powers of ten."""
+"""If the ends of an axis differ by more than this factor, its ticks are at 1, 2 and 5 times powers of ten."""
 _FEW = 40
-"""Points that are marked one by one, as a line through them may be too short to be seen."""
+"""The most points that get markers, as a line through few points may be too short to be seen."""
 _RECENT = 100
-"""Steps over whose medians a run's recent speed is told."""
+"""Number of last steps whose medians are a run's recent speed."""
 _GREY = "#666666"
 _MARKS: dict[str, dict[str, Any]] = {
     "each step": {"linewidth": 0.8, "alpha": 0.5},
@@ -56,7 +56,7 @@ _MARKS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class _Panel:
-    """A column's label and unit, whether it has a running median or begins at zero, and the table of a run with it."""
+    """A column's label, its factor to the shown unit, whether it is smoothed or begins at zero, and its table."""
 
     label: str
     unit: float = 1.0
@@ -65,7 +65,7 @@ class _Panel:
     source: Literal["steps", "gpu"] = "steps"
 
     def frame(self, run: Run) -> pd.DataFrame:
-        """The rows by step."""
+        """Return the run's table that has the column."""
         return run.steps if self.source == "steps" else run.gpu
 
 
@@ -83,13 +83,13 @@ _PANELS: dict[str, _Panel] = {
 
 
 def run_figure(runs: Mapping[str, Run], x: XAxis = "step") -> Figure:
-    """One picture of runs by their names.
+    """Draw one figure of runs by their names.
 
     Args:
-        x: what runs are drawn over.
+        x: the quantity of the x axis.
 
     Raises:
-        ValueError: no run, or more than there are colours.
+        ValueError: there is no run, or there are more runs than colours.
     """
     if not 0 < len(runs) <= MOST_RUNS:
         raise ValueError(f"a picture has 1 to {MOST_RUNS} runs, got {len(runs)}")
@@ -129,13 +129,13 @@ def run_figure(runs: Mapping[str, Run], x: XAxis = "step") -> Figure:
 
 
 def _has_gpu(run: Run) -> bool:
-    """Whether the run has a GPU, or may have one, as its log does not say yet."""
+    """Return whether the run has a GPU, or may have one because its log does not say yet."""
     device = run.last(Device)
     return device is None or device.memory_bytes is not None
 
 
 def _places(run: Run, steps: "pd.Series[int]", x: XAxis) -> np.ndarray:
-    """Where on the x axis a model stands that has made so many steps."""
+    """Return positions on the x axis after ``steps`` steps."""
     if x == "step" or run.steps.empty:
         return steps.to_numpy(float)
     spent = run.steps["tokens"] / 1e6 if x == "tokens" else run.steps["seconds"] / 3600
@@ -148,7 +148,7 @@ def _steps_made(run: Run) -> int:
 
 
 def _scale(axes: Axes, column: str, panel: _Panel) -> None:
-    """Losses and norms by their ratios, as the first are far from the last; rates and shares from zero."""
+    """Give losses and norms a logarithmic axis, as they fall by large factors; start rates and shares at zero."""
     low, high = axes.get_ylim()
     if column in ("loss", "norm") and low > 0:
         axes.set_yscale("log")
@@ -161,7 +161,7 @@ def _scale(axes: Axes, column: str, panel: _Panel) -> None:
 
 
 def _draw(axes: Axes, run: Run, colour: str, column: str, panel: _Panel, x: XAxis, smooth: int) -> bool:
-    """Draw a column of a run; whether there was anything."""
+    """Draw a column of a run; return whether it has values."""
     frame = panel.frame(run)
     values = (frame[column] * panel.unit).where(np.isfinite(frame[column]))
     if values.isna().all():
@@ -176,7 +176,7 @@ def _draw(axes: Axes, run: Run, colour: str, column: str, panel: _Panel, x: XAxi
 
 
 def _mark(loss: Axes, norm: Axes, run: Run, colour: str, x: XAxis) -> set[str]:
-    """Mark evaluations, what is not finite, and where the run was resumed; the names of the marks that it has."""
+    """Mark evaluations, steps that are not finite, and resumptions; return the names of the marks drawn."""
     resumed = [session.first_step for session in run.all(Session) if session.first_step]
     broken = {axes: run.steps["step"][~np.isfinite(run.steps[name])] for axes, name in ((loss, "loss"), (norm, "norm"))}
     loss.plot(_places(run, run.evaluations["step"], x), run.evaluations["loss"], color=colour, **_MARKS["evaluation"])
@@ -190,7 +190,7 @@ def _mark(loss: Axes, norm: Axes, run: Run, colour: str, x: XAxis) -> set[str]:
 
 
 def read_runs(paths: Sequence[Path]) -> dict[str, Run]:
-    """Logs, or folders that have one, by the folder's or the file's name; by the path where two are of one name.
+    """Read logs, or folders that have one, by the folder's or file's name, or by the path if names collide.
 
     Raises:
         ValueError: a path is named twice, or no log of a run.
@@ -209,7 +209,7 @@ def read_runs(paths: Sequence[Path]) -> dict[str, Run]:
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """Where the run is: steps, newest losses, recent speed; None for what is not known or not finite."""
+    """Return a run's progress: steps, newest losses, recent speed; None for values unknown or not finite."""
     steps, evaluations, end, options = run.steps, run.evaluations, run.last(End), run.last(Session)
     recent = steps.tail(_RECENT)[["tokens_per_s", "speed_of_light"]].median()
     return {

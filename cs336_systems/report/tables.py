@@ -1,7 +1,7 @@
 """Tables in Markdown, LaTeX and CSV, and for a terminal of any width; settings that all lines share are in the caption.
 
-A column holds numbers, which are aligned right, or words. On a terminal a table's line stays one line: if there is too
-little room, columns are left out in the order of their rank, and named below.
+Columns of numbers are right-aligned, columns of words left-aligned. On a terminal lines do not wrap: if there is too
+little room, columns are left out by rank, and named below the table.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _UNSAID = ("", "none")
-"""Values of a setting that a caption leaves out: it does not apply, or is not used."""
+"""Values that a caption leaves out: the setting does not apply, or is not used."""
 PLAIN = plain_values(TrainingCase, Parallel) | {"do_bench": "off", "losses": "0", "chunk": "0", "tokens_per_step": "0"}
-"""By setting, the value that a caption leaves out as well: most tables know no other."""
+"""By setting, its usual value, which a caption leaves out as well."""
 
 LABELS = {"batch_size": "batch", "context_length": "context"}
-"""Headers of settings whose column's name is not theirs."""
+"""Headers of settings, where they differ from the column's name."""
 
 _FIGURE = re.compile(r"[-+~<]?\d[\d,.]*(e[-+]?\d+)?( ?\(.*\)|–[\d,.]+)?( [A-Za-zµ%/]+)?")
-"""A number, perhaps with its spread, perhaps with its unit."""
+"""A number, optionally with its spread and its unit."""
 
 _BLANK = ("", "–")
 _GAP = 2
@@ -49,9 +49,9 @@ class Table:
     """A table and what all its lines share.
 
     Attributes:
-        notes: by column, a sentence on what its header cannot say; shown below the table.
-        ranks: by column, how soon a narrow terminal drops it: the highest first, of equals (1, unless said) the
-            rightmost; before all of them columns without a value. The first column stays.
+        notes: by column, a sentence that explains its header; shown below the table.
+        ranks: by column, how soon a narrow terminal drops it; the default is 1. Columns without a value are dropped
+            first, then those of the highest rank, among equals the rightmost. The first column always stays.
     """
 
     caption: str
@@ -70,7 +70,7 @@ class Table:
         """GitHub's table syntax under the caption; figures right-aligned.
 
         Args:
-            widest: characters to which a column is padded at most; a longer cell makes its own line long, not all.
+            widest: pad columns to at most this many characters; a longer cell lengthens only its own line.
         """
         cells = self.frame.map(lambda cell: " ".join(str(cell).replace("|", r"\|").splitlines()))
         cut = cells if widest is None else cells.map(lambda cell: _cut(cell, widest))
@@ -163,7 +163,7 @@ _LATEX = str.maketrans(
 def settings_split(
     frame: pd.DataFrame, settings: list[str], always: Collection[str] = ("size",), labels: Mapping[str, str] = LABELS
 ) -> tuple[str, list[str]]:
-    """Settings that every line shares, as a caption, and the names of those that vary or are ``always`` columns."""
+    """Return a caption of the settings that all lines share, and the names of the settings that remain columns."""
     if frame.empty:
         return "", settings
     constant = [column for column in settings if column not in always and frame[column].nunique(dropna=False) == 1]
@@ -177,7 +177,7 @@ def settings_split(
 
 
 def digits(value: float) -> str:
-    """Three significant digits, without an exponent."""
+    """Format a number with three significant digits, without an exponent."""
     exponent = int(f"{value:.2e}".partition("e")[2])
     return f"{value:,.{max(0, 2 - exponent)}f}"
 

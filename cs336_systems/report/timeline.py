@@ -1,18 +1,18 @@
-"""Recorded steps on a time line, as PNG: a step whole, and the backward of two of its blocks close up.
+"""Timelines of recorded steps, as PNG: a whole step, and a close-up of the backward of two of its blocks.
 
     draw_timeline(trace, PHASES, title, path)
     draw_two_blocks(trace, title, path)
 
-The ranges are above, by thread and depth, and what the device did is below, by stream. The ranges are when the host
-issued work, the operations when the device did it: the slant between the two is how far the device lags behind.
-Operations are coloured by class, in the Okabe-Ito colours, brown and grey; collectives that are wide enough have their
-names, and the phases are drawn a second time over the streams, where their operations ran.
+The upper part has the host's ranges by thread and depth, the lower part the device's operations by stream. Ranges show
+when the host issued work, operations when the device did it: the offset between them is the device's lag. Operations
+are coloured by class, in the Okabe-Ito colours, brown and grey. Collectives that are wide enough are labelled. The
+phases are drawn again above the streams, where their operations ran.
 
-Close up, two blocks in the middle of the model stand for all: from the first operation of the one to the last of the
-other, and on to the end of the collectives that two blocks cause, the step's share of two. Where backward sends
-nothing, it is the last two blocks, and the collectives that follow backward.
+The close-up shows two blocks in the middle of the model, as an example: from the first operation of one to the last of
+the other, and on to the end of the collectives that two blocks cause, which is two blocks' share of the step's. If
+backward sends nothing, it shows the last two blocks and the collectives that follow backward.
 
-A step under memory caps has three lanes, simulated (``costs/lanes.py``) or measured:
+A step under memory caps has three lanes, or five in a ring, simulated (``costs/lanes.py``) or measured:
 
     rows = timeline_rows(schedule.operations, times)         # a table, as files of benchmark_streaming.py hold it
     save(streaming_figure(rows, title), path)
@@ -45,7 +45,7 @@ CLASS_COLOURS = dict(zip(CLASSES, (*_OF_CLASSES, "#999999"), strict=True))
 _RANGE_GREYS = ("#D9D9D9", "#F0F0F0")
 _MOST_DEPTHS = 5
 _CHARACTERS_ACROSS = 210
-"""Characters of the labels' size that fit between the axes."""
+"""Characters of a label that fit across the axes."""
 _BLOCK = re.compile(rf"(?:^|\.)layers\.\d+{re.escape(BACKWARD)}$")
 
 _LANE_NAMES = {"in": "to the device", "compute": "kernels", "out": "to the host", "send": "sent", "receive": "received"}
@@ -71,7 +71,7 @@ _MESSAGE = "messages", "#999999"
 _MOMENTS = "moments", _PINK
 _REST = "head and loss", "#999999"
 _CLOSE_UP = 40
-"""Kernels that are shown one by one."""
+"""Number of kernels in the close-up."""
 
 
 def draw_timeline(
@@ -81,7 +81,7 @@ def draw_timeline(
 
     Args:
         phases: the ranges that are drawn again where their operations ran, "forward" and so on.
-        between: the part of the step that is drawn, in the trace's ns; by default all of it.
+        between: start and end of the part to draw, in the trace's ns; by default the whole step.
 
     Raises:
         TraceError: the trace holds no step.
@@ -148,9 +148,9 @@ def draw_two_blocks(trace: Trace, title: str, path: Path) -> None:
 
 
 def two_blocks(trace: Trace) -> tuple[int, int]:
-    """From when to when (ns) the backward of two blocks of the last recorded step runs on the device.
+    """Return start and end, in the trace's ns, of two blocks' backward on the device in the last recorded step.
 
-    The collectives that are two blocks' share of the step are among it.
+    It includes the collectives that are two blocks' share of the step's.
 
     Raises:
         TraceError: the trace holds no step, no backward of two blocks, or no collectives.
@@ -183,9 +183,9 @@ def draw_bars(
     ink: str = "k",
     **edges: Any,
 ) -> None:
-    """One row of bars (start, length) in (bottom, height), each with its name in its middle if it fits.
+    """Draw one row of bars (start, length) at ``place``, (bottom, height), with centred names where they fit.
 
-    Without ``edges`` they have none: a thousand stay readable.
+    Bars have edges only if ``edges`` are given: without them a thousand bars stay readable.
     """
     axes.broken_barh(list(bars), place, facecolors=colours, **{"lw": 0, **edges})
     left, right = axes.get_xlim()
@@ -198,7 +198,7 @@ def draw_bars(
 
 
 def name_rows(axes: Axes, rows: Sequence[tuple[str, float]]) -> None:
-    """Name the rows, each at its height, and take the frame away."""
+    """Label the rows at their heights, and remove the frame."""
     axes.set_yticks([place for _, place in rows], [name for name, _ in rows], fontsize=7)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -206,25 +206,25 @@ def name_rows(axes: Axes, rows: Sequence[tuple[str, float]]) -> None:
 
 
 def _draw_ranges(axes: Axes, ranges: pd.DataFrame, zero: int, bottom: float, height: float) -> None:
-    """One row of ranges, neighbours in alternating greys, with their names."""
+    """Draw one row of ranges in alternating greys, with their names."""
     greys = [_RANGE_GREYS[i % 2] for i in range(len(ranges))]
     names = list(ranges["name"].str.removesuffix(BACKWARD))
     draw_bars(axes, _in_ms(ranges, zero), (bottom, height), greys, names, edgecolor="#7F7F7F", lw=0.3)
 
 
 def _in_ms(rows: pd.DataFrame, zero: int) -> list[tuple[float, float]]:
-    """Start after ``zero`` and length of each row, in ms."""
+    """Return each row's start after ``zero`` and its length, in ms."""
     return list(zip((rows["start"] - zero) / MS, (rows["end"] - rows["start"]) / MS, strict=True))
 
 
 def _stream_name(trace: Trace, place: Any) -> str:
-    """The name of what a row of operations ran on, by its (device, stream)."""
+    """Return the name of a (device, stream)."""
     return f"GPU {place[0]}, stream {place[1]}" if trace.has_gpu else "CPU operators"
 
 
 def timeline_rows(operations: Sequence[Operation], times: LaneTimes) -> pd.DataFrame:
-    """A line for each operation of a step: its ``lane``, ``kind``, ``what`` a copy carries, ``layer``, ``start_s`` and
-    ``end_s`` since the step began.
+    """Return a row for each operation of a step: its ``lane``, ``kind``, ``what`` a copy carries, ``layer``,
+    ``start_s`` and ``end_s`` since the step began.
     """
     carried = [
         (*operation.reads, *operation.writes)[0].item.what if operation.n_bytes else "" for operation in operations
@@ -241,7 +241,7 @@ def timeline_rows(operations: Sequence[Operation], times: LaneTimes) -> pd.DataF
 
 
 def _look(kind: str, what: str) -> tuple[str, str]:
-    """An operation's name in the legend, and its colour."""
+    """Return an operation's name in the legend, and its colour."""
     if kind in (Kind.FETCH, Kind.EVICT):
         return _COPIES.get(what, _MOMENTS)
     if kind in (Kind.SEND, Kind.RECEIVE):
@@ -250,11 +250,11 @@ def _look(kind: str, what: str) -> tuple[str, str]:
 
 
 def streaming_figure(rows: pd.DataFrame, title: str) -> Figure:
-    """The picture of one streamed step's ``timeline_rows``: what each lane does, over the whole step and close up.
+    """Draw the lanes of one streamed step's ``timeline_rows``: the whole step, and a close-up.
 
-    Three lanes, copies in, kernels, copies out, and in a ring two of messages. Above is the whole step, with the share
-    of it in which each lane is busy; below, some operations in the middle of the step, kernels with their layers. White
-    is waiting.
+    The lanes are copies in, kernels and copies out, and in a ring two for messages. The upper panel is the whole step,
+    with the share of time that each lane is busy; the lower one shows operations in the middle of the step, with the
+    layers of forward and backward kernels. White is waiting.
     """
     looks = [_look(kind, what) for kind, what in zip(rows["kind"], rows["what"].fillna(""), strict=True)]
     rows = rows.assign(colour=[colour for _, colour in looks], length_s=rows["end_s"] - rows["start_s"])
@@ -280,12 +280,12 @@ def streaming_figure(rows: pd.DataFrame, title: str) -> Figure:
 
 
 def _lanes(rows: pd.DataFrame) -> list[str]:
-    """The lanes of a step's picture, from top to bottom."""
+    """Return the lanes of a step's figure, from top to bottom."""
     return [lane for i, lane in enumerate(LANES) if i < 3 or lane in set(rows["lane"])]
 
 
 def _draw_lanes(axes: Axes, rows: pd.DataFrame, between: tuple[float, float], *, kernels_named: bool = False) -> None:
-    """A row for each lane, from one time to another."""
+    """Draw a row for each lane between two times, in s."""
     (start, end), lanes = between, _lanes(rows)
     axes.set_xlim(1e3 * start, 1e3 * end)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
