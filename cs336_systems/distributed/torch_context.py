@@ -2,13 +2,13 @@
 
     with sharing_by_torch(mesh.devices["context"], length, "torch") as own:   # the positions of this rank's tokens
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True)           # of these tokens, over whole sequences
-        o.backward(do)                                                        # inside as well
+        o.backward(do)                                                        # inside the context, too
 
-A rank holds the tokens of ``zigzag``, which torch calls head and tail. It attends to its own keys while those of others
-come: in order ``torch`` from the neighbour on a ring, in ``torch-gathered`` from all ranks at once. Gradients of keys
-go round the ring in both, in fp32 and whole, also where a rank has used half of the keys. Query heads may share
-key/value heads. Torch has kernels for this on CUDA alone, and changes an attention that is called as
-``F.scaled_dot_product_attention`` anywhere in the process.
+A rank holds the tokens of the order ``zigzag``, torch's "head-tail". It attends to its own keys while it receives
+others: in order ``torch`` from its neighbour on a ring, in ``torch-gathered`` by an all-gather. In both orders gradients
+of keys are sent around the ring in fp32 for all keys, even if a rank has used only half of them. Query heads may share
+key/value heads. Torch has kernels for this only on CUDA, and changes every call of
+``F.scaled_dot_product_attention`` in the process.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _ROTATE_METHODS = {"torch": "alltoall", "torch-gathered": "allgather"}
 
 @contextmanager
 def sharing_by_torch(ranks: DeviceMesh, length: int, order: str) -> Iterator[Tensor]:
-    """Let torch's attention be over whole sequences that the ranks of a mesh of one dimension share; a collective.
+    """Make torch's attention cover whole sequences divided over the ranks of a 1-D mesh; a collective.
 
     Args:
         length: tokens of a whole sequence.
@@ -37,7 +37,7 @@ def sharing_by_torch(ranks: DeviceMesh, length: int, order: str) -> Iterator[Ten
     set_rotate_method(_ROTATE_METHODS[order])
     positions = torch.arange(length, device=ranks.device_type)
     sharing = context_parallel(ranks, buffers=[positions], buffer_seq_dims=[0], no_restore_buffers={positions})
-    sharing.__enter__()  # which leaves torch's attention changed if an exception passes through it
+    sharing.__enter__()  # not ``with``: an exception passing through torch's context leaves attention changed
     try:
         yield positions
     finally:

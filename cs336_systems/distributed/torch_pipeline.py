@@ -1,15 +1,15 @@
-"""Torch's own pipelines of this model: the peer of ``pipeline.py``.
+"""Torch's own pipeline parallelism for this model: the peer of ``pipeline.py``.
 
     keep_stage(model, plan, blocks, stage)
     pipeline = TorchPipeline(model, plan, blocks, mesh.devices.get_group("pipeline"), cross_entropy, (batch, length))
     losses = pipeline.run(token_ids, targets)                  # the same batch on all stages
 
-Parts of the model lie on stages as in the plan, and stages do the same operations in the same order, but under zbv,
-where torch follows the paper and the plan runs whatever can begin. Torch queues all messages of a stage in one order.
+Stages hold the same parts of the model as in the plan and run the same operations in the same order, except under zbv:
+torch follows the paper's order, the plan runs whatever can begin. Torch queues all messages of a stage in one order.
 
-Torch divides a backward of ``SPLIT_BY_TORCH`` in two: autograd runs from the outputs to the inputs, and later from
-nodes in between to the weights. A compiled block is one node, from which torch 2.11 cannot run: with these schedules
-blocks are not compiled. The loss, which has no weights, may be.
+In the schedules of ``SPLIT_BY_TORCH`` torch splits backward in two: autograd first computes gradients of inputs, and
+later, from intermediate nodes, those of weights. A compiled block is a single node, which torch 2.11 cannot split, so
+these schedules run without compiled blocks. The loss, which has no weights, may be compiled.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ _NAMES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved": "Interleaved1F1B",
-    "zb-h1": "InterleavedZeroBubble",  # of one chunk a stage
+    "zb-h1": "InterleavedZeroBubble",  # with one chunk per stage
     "zbv": "ZBVZeroBubble",
     "dualpipev": "DualPipeV",
 }
@@ -35,33 +35,33 @@ _NAMES = {
 
 
 class _Part(nn.Module):
-    """Some blocks of a model, with its embedding before the first or its head behind the last."""
+    """Consecutive blocks of a model, with the embedding before the first block or the head after the last."""
 
     def __init__(self, model: TransformerLM, blocks: slice) -> None:
         super().__init__()
         self.first, last = blocks.start == 0, blocks.stop == len(model.layers)
         ends = [model.token_embeddings] * self.first + [model.ln_final, model.lm_head] * last
-        self.own = nn.ModuleList([*model.layers[blocks], *ends])  # torch asks for the weights of this part alone
-        self._whole, self._blocks = (model,), blocks  # a tuple, in which torch finds no module
+        self.own = nn.ModuleList([*model.layers[blocks], *ends])  # so that torch finds the weights of this part only
+        self._whole, self._blocks = (model,), blocks  # a tuple hides the whole model from torch
 
     def forward(self, given: Tensor) -> Tensor:
-        """Token ids (batch, seq), or the output of the part before, to the output of this part."""
+        """Map token ids (batch, seq), or the output of the previous part, to the output of this part."""
         (model,) = self._whole
-        ids, x = (given, None) if self.first else (given[..., 0], given)  # of ids the others need the length alone
+        ids, x = (given, None) if self.first else (given[..., 0], given)  # other parts need only the shape of ids
         y: Tensor = model(ids, None, x, self._blocks)
         return y
 
 
 def _torchs() -> tuple[Any, Any, Any]:
-    """Torch's class of stages, its function from a schedule's name to its class, and the class of those of one chunk.
+    """Return torch's stage class, its function from schedule names to classes, and the base of one-chunk schedules.
 
-    Their import brings the compiler along, which sets an environment variable.
+    They are imported here because the import loads the compiler, which sets an environment variable.
     """
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
     class Stage(PipelineStage):
-        """Opens connections with others alone: gloo sends nothing to itself, as the bottom of a V would."""
+        """Connects only to other ranks: gloo cannot send to itself, as the rank at the bottom of a V would."""
 
         def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
             return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
@@ -70,11 +70,11 @@ def _torchs() -> tuple[Any, Any, Any]:
 
 
 class TorchPipeline:
-    """This rank's stage of a schedule that torch runs, connected with the others by the first run.
+    """This rank's stage of a schedule that torch runs; the first run connects it to the others.
 
     Args:
-        model: has the blocks of this stage, and the ends of the model that are on it.
-        blocks: those of each part of the model.
+        model: holds the blocks of this stage, and the embedding or head if they are on it.
+        blocks: the blocks of each part of the model.
         group: the stages, in order.
         loss_function: maps logits and targets of a micro-batch to their mean loss.
         shape: sequences and tokens of a micro-batch.
@@ -117,13 +117,13 @@ class TorchPipeline:
         )
 
     def run(self, token_ids: Tensor, targets: Tensor) -> list[Tensor]:
-        """Add the gradients of a batch to the parameters.
+        """Run forward and backward of a batch, and add its gradients to the parameters.
 
         Returns:
-            Each micro-batch's part of the loss on the stage that has the last part of the model, none on others.
+            Each micro-batch's part of the loss, on the stage with the last part of the model; empty on others.
         """
         losses: list[Tensor] = []
-        # Torch keeps graphs for the weights, with which a compiled loss may not give its buffers away.
+        # A split backward uses the graph twice, so a compiled loss must not donate its buffers.
         with torch._functorch.config.patch(donated_buffer=self.plan.name not in SPLIT_BY_TORCH):
             given = (token_ids,) if self.plan.places[0][0] == self.stage else ()
             self.schedule.step(*given, target=targets, losses=losses, return_outputs=False)

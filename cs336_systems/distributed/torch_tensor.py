@@ -1,11 +1,11 @@
-"""Torch's own tensor and sequence parallelism of this model: the peer of ``tensor.py``.
+"""Torch's own tensor and sequence parallelism for this model: the peer of ``tensor.py``.
 
-    share_by_torch(model, mesh.devices["tensor"])                   # a whole model on its device, before it is compiled
+    share_by_torch(model, mesh.devices["tensor"])                   # an unsharded model, before it is compiled
     loss = loss_of_words(model(token_ids), targets)
 
-The plan is torchtitan's for Llama 3: q, k, v, w1 and w3 by columns, output and w2 by rows, norms and the residual
-stream on a shard of the sequence, embedding, head and loss by words. ``parallelize_module`` takes torch's own modules
-alone, so layers are replaced by those, with the same parameters.
+The plan is torchtitan's for Llama 3: q, k, v, w1 and w3 are column-parallel, output and w2 row-parallel, norms and the
+residual stream sequence-parallel, embedding, head and loss vocabulary-parallel. ``parallelize_module`` supports only
+torch's own modules, so layers are replaced by those, with the same parameters.
 """
 
 import functools
@@ -38,14 +38,14 @@ class _Head(nn.Linear):
 
 
 def share_by_torch(model: TransformerLM, ranks: DeviceMesh, *, in_pieces: bool = False) -> None:
-    """Divide a model in place over the ranks of a mesh of one dimension; a collective.
+    """Shard a model in place over the ranks of a 1-D mesh; a collective.
 
     Args:
-        in_pieces: products and collectives alternate piece by piece where blocks are compiled (torch's asynchronous
-            tensor parallelism), which needs GPUs that reach each other's memory.
+        in_pieces: use torch's asynchronous tensor parallelism in compiled blocks, where pieces of matmuls overlap with
+            pieces of collectives; needs GPUs with peer access.
 
     Raises:
-        ValueError: the model ties its embeddings or norms queries and keys, which this plan does not know.
+        ValueError: the model ties its embeddings or normalises queries and keys, which the plan does not support.
     """
     if model.config.tie_embeddings or model.config.qk_norm:
         raise ValueError("torch's tensor parallelism is set up for models without tied embeddings and norms of queries")
@@ -76,14 +76,14 @@ def share_by_torch(model: TransformerLM, ranks: DeviceMesh, *, in_pieces: bool =
 
 
 def loss_of_words(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss in nats, fp32, of logits (B, S, vocab) whose words are divided; targets int64 (B, S)."""
+    """Return the mean loss in nats, fp32, of logits (B, S, vocab) sharded over the vocabulary; targets int64 (B, S)."""
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
     return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 @functools.cache
 def enter_loss_parallel() -> AbstractContextManager[None]:
-    """Let ``F.cross_entropy`` take divided logits from now on, in forward and backward; no other operation changes.
+    """Let ``F.cross_entropy`` accept sharded logits from now on, in forward and backward; nothing else changes.
 
     Returns the context, which the cache keeps open.
     """

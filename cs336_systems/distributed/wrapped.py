@@ -1,7 +1,7 @@
-"""Checks of a wrapped module's parameters: shapes are known, and none is added later. Wrappers refuse to be copied.
+"""Checks for wrappers: parameters have shapes, none is added after wrapping, and the wrapper is not copied.
 
-Each rank would train a parameter added later by itself. Torch's hooks report every registration in any module, and
-these are counted from the first wrapper on, so a step without changes only compares two numbers.
+A parameter added after wrapping would be trained on each rank separately. Torch's hooks report every registration in
+any module; these are counted from the first wrapper on, so a step without changes only compares two numbers.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
 )
 
 _registered = [0]
-"""The number of parameters and modules that any module has been given since the first wrapper was made."""
+"""The number of parameters and modules registered in any module since the first wrapper was made."""
 
 
 @functools.cache
@@ -28,10 +28,10 @@ def _start_counting() -> None:
 
 
 class Members:
-    """The parameters of a module as its wrapper knows them.
+    """Detects parameters that were added to a module after wrapping.
 
     Args:
-        known: returns them, in whatever form the module may hold them.
+        known: returns the wrapper's parameters, in every form in which the module may hold them.
     """
 
     def __init__(self, module: nn.Module, known: Callable[[], Iterable[Tensor]]) -> None:
@@ -54,16 +54,16 @@ class Members:
 
 
 def check_shapes_are_known(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError for a named tensor of a lazy module, which its first forward makes."""
+    """Raise ValueError for a lazy module's tensor, which has no shape before the first forward."""
     for name, tensor in tensors:
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"{name} has no shape before the first forward of its lazy module: run one first")
 
 
 class NotCopied:
-    """A base of classes that cannot be copied or pickled: they refer to a process group and to other ranks' parts."""
+    """Base of classes that cannot be copied or pickled because they refer to process groups and other ranks' shards."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse ``copy`` and ``pickle``, which call this, by a TypeError."""
+        """Raise TypeError; ``copy`` and ``pickle`` call this."""
         kind = type(self).__name__
         raise TypeError(f"{kind} cannot be copied or pickled: copy its module before wrapping, or use save_checkpoint")
