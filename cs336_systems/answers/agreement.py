@@ -1,9 +1,10 @@
-"""Whether the numbers of rows agree: with their samples, with each other, and with the limits that they are shares of.
+"""Check that rows agree with their samples, with each other, and with the limits that they are shares of.
 
-A row's statistics are recomputed from its samples. Derived metrics keep none: a rate's follow, but for its amount of
-work, from those of its time in the same outcome, a part's from those of the whole, one or two samples from the
-statistics themselves. Rows of one outcome agree: a rate times its time is the tokens of a step (others' steps of
-conversations have fewer), a share times its limit is its rate, no share of a peak is above 100 %.
+A row's statistics are recomputed from its samples. Derived metrics store none, so theirs are reconstructed: those of a
+rate from the samples of its time in the same outcome, up to a constant amount of work; those of a part from the samples
+of the whole; one or two samples from the statistics themselves. Rows of one outcome must agree: a rate times its time
+is the tokens of a step (except for others' steps of conversations, which have fewer), a share times its limit is its
+rate, and no share of a peak exceeds 100 %.
 
     for sentence in contradictions(read_rows(path)): print(sentence)
 """
@@ -23,19 +24,19 @@ _TIMES = (
     | {"matmul_tflops": "matmul"}
     | {f"{time}_{rate}": time for time in ("forward", "backward") for rate in ("bandwidth", "copy_share")}
 )
-"""Derived metrics that are an amount over a time, with the metric of that time."""
+"""Derived metrics that are an amount of work per time, with the metric of that time."""
 
 _PARTS = dict.fromkeys(("useful_tokens_per_s", "targets_per_s"), "tokens_per_s")
-"""Derived metrics that are one share of each sample of another metric: steps of conversations differ in tokens."""
+"""Derived metrics whose samples are a constant share of another metric's: steps of conversations differ in tokens."""
 
 _BY_ROUND = ("exposed", "exposed_share")
-"""Derived metrics of rounds, which rows do not tell apart."""
+"""Derived metrics per round; they cannot be checked, as rows do not record rounds."""
 
 _ROUNDING = 4e-6
-"""As a share of the largest sample: samples and statistics keep seven digits each."""
+"""Tolerance of statistics, relative to the largest sample: samples and statistics are stored with seven digits."""
 
 _AGREEMENT = 1e-5
-"""As a share of the number: products and quotients of numbers of seven digits."""
+"""Relative tolerance of products and quotients of numbers with seven digits."""
 
 _SHARES: Mapping[str, tuple[str, str | None]] = (
     {"mfu": ("model_tflops", None), "simulated_mfu": ("simulated_model_tflops", None)}
@@ -44,14 +45,14 @@ _SHARES: Mapping[str, tuple[str, str | None]] = (
     | {"optimizer_copy_share": ("optimizer_bandwidth", "copy_ceiling")}
     | {f"{time}_copy_share": (f"{time}_bandwidth", "copy") for time in ("forward", "backward")}
 )
-"""By share: its rate, and the metric of the limit that it is a share of; None for a published peak of the device."""
+"""By metric that is a share: its rate, and the metric of its limit, or None for the device's published peak."""
 
 _AT_MOST_ALL = (*("light", "speed_of_light", "hfu"), *(share for share, (_, limit) in _SHARES.items() if limit is None))
-"""Shares, in percent, of limits that nothing exceeds."""
+"""Metrics that are shares, in percent, of limits that cannot be exceeded."""
 
 
 def contradictions(rows: pd.DataFrame) -> list[str]:
-    """One sentence for each statistic that some rows' samples do not have, and for each way in which rows disagree."""
+    """Return a sentence for each statistic that contradicts rows' samples, and for each way in which rows disagree."""
     outcome = _outcomes(rows)
     samples = _samples(rows, outcome)
     borne_out = samples.map(len) > 0
@@ -66,13 +67,13 @@ def contradictions(rows: pd.DataFrame) -> list[str]:
 
 
 def _outcomes(rows: pd.DataFrame) -> pd.Series:
-    """The number of each row's outcome; the rows of one stand together and differ in their results alone."""
+    """Number each row's outcome; the rows of an outcome are adjacent and differ only in their results."""
     shared = rows[[name for name in rows if name not in RESULT]]
     return (shared != shared.shift()).any(axis=1).cumsum()
 
 
 def _samples(rows: pd.DataFrame, outcome: pd.Series) -> pd.Series:
-    """The samples of each row, or those that it follows from; empty where there are none."""
+    """Return the samples of each row, stored or reconstructed; empty if neither is possible."""
     found = rows["samples"].copy()
     kept = found.map(len) > 0
     by_metric = dict(zip(zip(outcome[kept], rows["metric"][kept], strict=True), found[kept], strict=True))
@@ -81,13 +82,13 @@ def _samples(rows: pd.DataFrame, outcome: pd.Series) -> pd.Series:
         if (whole := by_metric.get((outcome[row], _TIMES.get(metric) or _PARTS.get(metric)))) is not None:
             rates = 1 / np.asarray(whole) if metric in _TIMES else np.asarray(whole)
             found[row] = list(rates * (median / np.median(rates)))
-        elif n in (1, 2):  # percentiles of two lie a tenth of their distance inside
+        elif n in (1, 2):  # p10 and p90 of two samples are a tenth of their distance inside them
             found[row] = [median + sign * (n - 1) * (p90 - p10) / 1.6 for sign in (-1, 1)][: int(n)]
     return found
 
 
 def _statistics(samples: pd.Series) -> pd.DataFrame:
-    """The statistics that ``Metric.statistics`` gives for each list of samples, without rounding.
+    """Return the statistics that ``Metric.statistics`` computes for each list of samples, without rounding.
 
     Raises:
         ValueError: a sample is not finite.
@@ -107,12 +108,12 @@ def _statistics(samples: pd.Series) -> pd.DataFrame:
 
 
 def _disagreements(rows: pd.DataFrame, outcome: pd.Series) -> list[str]:
-    """One sentence for each kind of metric that does not agree with others of its outcome or with its settings."""
+    """Return a sentence for each metric that disagrees with others of its outcome or with its settings."""
     medians = {str(metric): own for metric, own in rows["median"].groupby(rows["metric"])}
     known = _SHARES.keys() & medians.keys()
 
     def beside(row: pd.Series, values: pd.Series) -> pd.Series:
-        """The values of a metric in the outcomes of other rows, by these rows."""
+        """Return for each of these rows the value of another metric in the same outcome."""
         return (
             pd.Series(dict(zip(outcome[values.index], values, strict=True)))
             .reindex(outcome[row.index])
@@ -143,24 +144,24 @@ def _disagreements(rows: pd.DataFrame, outcome: pd.Series) -> list[str]:
 
 
 def _tokens_of_settings(rows: pd.DataFrame) -> pd.Series:
-    """The tokens of a step by the settings of each row; NaN where they do not say."""
+    """Return the tokens of a step by each row's settings; NaN if they do not determine it."""
     names = [name for name in ("batch_size", "context_length", "accumulate", "world_size") if name in rows]
     names = ["total_batch_tokens"] if "total_batch_tokens" in rows else names
     tokens = rows[names].apply(pd.to_numeric, errors="coerce").prod(axis=1, skipna=False)
-    for name in {"tensor", "context", "pipeline"} & set(rows):  # whose ranks share a batch
+    for name in {"tensor", "context", "pipeline"} & set(rows):  # ranks along these dimensions share a batch
         tokens /= pd.to_numeric(rows[name])
     return tokens
 
 
 def _peaks(rows: pd.DataFrame) -> list[float]:
-    """The published peaks of the rows' devices, TFLOP/s: of one device, and of as many as share a step."""
+    """Return the published peaks of the rows' devices in TFLOP/s, for one device and for all ranks of a step."""
     devices = filter(None, map(find_hardware, rows["gpu"].unique()))
     together = {1, *(map(int, rows["ranks"].dropna()) if "ranks" in rows else ())}
     return [n * peak / 1e12 for device in devices for peak in device.peak_flops.values() if peak for n in together]
 
 
 def _unequal(own: pd.Series, expected: pd.Series, tolerance: pd.Series, what: str, standard: str, n_rows: int) -> str:
-    """A sentence for values that differ from what they should be; empty if none does."""
+    """Return a sentence for values that differ from the expected ones; empty if none does."""
     wrong = ~((own - expected).abs() <= tolerance) & ~(own.isna() & expected.isna())
     if not wrong.any():
         return ""
@@ -170,12 +171,12 @@ def _unequal(own: pd.Series, expected: pd.Series, tolerance: pd.Series, what: st
 
 
 def where(which: pd.Series, what: str) -> str:
-    """A sentence for rows of which something holds; empty if there are none."""
+    """Return a sentence for the rows selected by a mask; empty if there are none."""
     if not which.any():
         return ""
     return f"line {_line(which.index[int(np.argmax(which))])}: {which.sum()} of {len(which)} rows {what}"
 
 
 def _line(position: int) -> int:
-    """The line of a row, by its position, in a file whose first line is the header."""
+    """Return a row's line number in its file, whose first line is the header."""
     return position + 2

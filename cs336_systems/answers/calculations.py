@@ -1,8 +1,8 @@
-"""Predictions of communication beside measurements, and the shapes that documents compute with.
+"""Predictions of communication compared with measurements, and the shapes that documents compute with.
 
 The shapes are those of the scaling book (a 70B model's feed-forward, a batch of 4M tokens, H100s) and of the accounting
-question (TPUs). Two predictions of a collective's time stand side by side: by the link's datasheet, which knows no
-latency and is a lower bound, and by a ring fitted to rows.
+question (TPUs). A collective's time is predicted twice: from the link's datasheet, without latency and so as a lower
+bound, and by a ring fitted to rows.
 """
 
 import math
@@ -28,7 +28,7 @@ DATASHEET = Link(0.0, 1 / H100.egress_bytes_per_s)
 
 
 def link_of(collectives: pd.DataFrame, world_size: int) -> Link:
-    """The link of least error over all collectives that were timed between so many GPUs.
+    """Fit a link to all collectives that were timed between ``world_size`` GPUs.
 
     Raises:
         NotMeasured: there are too few times.
@@ -42,7 +42,7 @@ def link_of(collectives: pd.DataFrame, world_size: int) -> Link:
 
 
 def gpu_times(collectives: pd.DataFrame) -> pd.DataFrame:
-    """Times of collectives between GPUs, the newest of each cell."""
+    """Return the newest times of each cell of collectives between GPUs."""
     rows = collectives[(collectives["metric"] == "time") & (collectives["device"] == "cuda")]
     return rows.drop_duplicates(["world_size", "dtype", "collective", "size_mb"], keep="last")
 

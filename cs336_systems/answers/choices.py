@@ -1,4 +1,4 @@
-"""The setting that ``train.py`` chooses for a card, beside those that were tried there by hand (rows of ``choice``)."""
+"""The setting that ``train.py`` chooses for a GPU, compared with those measured there by hand (rows of ``choice``)."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 _NUMBERS = ("batch_size", "context_length", "total_batch_tokens")
 _WORDS = ("device", "dtype", "size", "keep", "attention", "kernels")
-"""Options of train.py in which runs differ, or that the plan asks about."""
+"""Options of train.py in which the runs differ, or that the plan needs."""
 _HOST_GIB = 120.0
 """Host memory in GiB that plans may use: the hosts of these rows had 128."""
 
 
 def _tried(rows: "pd.DataFrame") -> dict[tuple[str, str], list[tuple[Line, Way, bool]]]:
-    """The settings of each card and size: as measured, as predicted, and whether train.py would choose them there."""
+    """Return by (GPU, size) its settings: the measurement, the prediction, and whether train.py would choose it."""
     found = defaultdict(list)
     for line in TRAINING_TABLE.lines(rows):
         how, hardware = line.settings, find_hardware(line.settings["gpu"])
@@ -39,12 +39,12 @@ def _tried(rows: "pd.DataFrame") -> dict[tuple[str, str], list[tuple[Line, Way, 
 
 
 def _rate(line: Line) -> float:
-    """Tokens/s as measured; 0 of a run that failed."""
+    """Return the measured tokens/s; 0 for a run that failed."""
     return line.median("tokens_per_s") or 0.0
 
 
 def choice_table(rows: "pd.DataFrame") -> Table:
-    """Tokens/s of each setting, measured and predicted, and its share of the fastest one's on that card."""
+    """Return a table of each setting's tokens/s, measured and predicted, and its share of the GPU's fastest."""
     lines = []
     for where, settings in _tried(rows).items():
         best = max(_rate(line) for line, _, _ in settings)
@@ -59,7 +59,7 @@ def choice_table(rows: "pd.DataFrame") -> Table:
 
 
 def chosen_is_fastest(rows: "pd.DataFrame") -> tuple[int, int]:
-    """How many of the cards and sizes chose the fastest of their settings, of how many."""
+    """Return for how many (GPU, size) pairs the chosen setting was the fastest measured, and how many there are."""
     tried = _tried(rows).values()
     fastest = (max(settings, key=lambda each: _rate(each[0])) for settings in tried)
     return sum(chosen for _, _, chosen in fastest), len(tried)

@@ -45,19 +45,19 @@ SEALED = ("results", "digests", RUNS, "figures")
 """Folders of ``profiles/`` whose files are listed."""
 
 LARGEST = 2**20
-"""Bytes of a committed file; rows above are compressed, pictures refused."""
+"""The most bytes of a committed file; larger files of rows are compressed, larger pictures rejected."""
 
 PROVENANCE = ("commit", "argv", "timestamp", "torch")
-"""Columns that every row must fill; besides the GPU, or the host of a row that a CPU measured."""
+"""Columns that every row must fill, in addition to the GPU, or to the host for rows measured on a CPU."""
 
 _ABBREVIATED = re.compile(r"\b[0-9a-f]{7,40}\b")
 
 UNKNOWN = ("", "unknown", "nan")
-"""Values of provenance that stand for an unknown one."""
+"""Values of provenance columns that mean unknown."""
 
 
 def history(root: Path) -> frozenset[str] | None:
-    """Commits that the one checked out descends from, itself among them; None if ``root`` is no whole git checkout."""
+    """Return HEAD and all its ancestors; None if ``root`` is not the top of a git checkout with full history."""
 
     def git(*arguments: str) -> list[str]:
         command = ["git", "-C", str(root), *arguments]
@@ -77,12 +77,12 @@ def problems(
     rendered: Collection[str] = (),
     read: Callable[[Path], pd.DataFrame] = read_rows,
 ) -> list[str]:
-    """One sentence for each file that does not prove what it should.
+    """Return a sentence for each problem of committed rows, logs and sealed files.
 
     Args:
-        commits: full hashes of the history; None leaves them unchecked.
-        rendered: files below sealed folders that are rendered from templates, and compared with those instead.
-        read: ``read_rows``, or one that remembers what it has read.
+        commits: full hashes of the history; with None commits are not checked.
+        rendered: files below sealed folders that are compared with their templates instead of a hash.
+        read: ``read_rows``, or a cached version.
     """
     digested = (profiles / "digests").rglob("profile_model.csv")
     found = []
@@ -96,7 +96,7 @@ def problems(
 
 
 def _test_run_problems(profiles: Path, commits: Set[str] | None) -> list[str]:
-    """One sentence for each line of ``gpu_tests.csv`` that names a commit which is not in the history."""
+    """Return a sentence for each commit named in ``gpu_tests.csv`` that is not in the history."""
     path = profiles / TEST_RUNS
     if commits is None or not path.exists():
         return []
@@ -108,7 +108,7 @@ def _test_run_problems(profiles: Path, commits: Set[str] | None) -> list[str]:
 
 
 def row_problems(rows: pd.DataFrame, commits: Set[str] | None) -> list[str]:
-    """One sentence for each column of rows that does not prove what it should, by line of their file."""
+    """Return a sentence, with a line of the file, for each problem of rows' provenance and numbers."""
     dirty = rows["dirty"].astype(str) != "False"
     commit = rows["commit"].astype(str)
     unknown = ~commit.isin([*(commit if commits is None else commits), *UNKNOWN])
@@ -119,7 +119,7 @@ def row_problems(rows: pd.DataFrame, commits: Set[str] | None) -> list[str]:
 
 
 def run_problems(run: Run, commits: Set[str] | None) -> list[str]:
-    """One sentence for each fault of a run's log: it is torn, or its device or a commit of the history is missing."""
+    """Return a sentence for each problem of a run's log: a torn line, no device, an unknown commit, wrong times."""
     devices = run.all(Device)
     found = [] if devices else ["says nothing of its device"]
     if run.torn:
@@ -134,7 +134,10 @@ def run_problems(run: Run, commits: Set[str] | None) -> list[str]:
 
 
 def _stamps(run: Run) -> list[str]:
-    """A sentence if a log's lines were not said as far apart as its steps and evaluations took; one may be late."""
+    """Return a sentence if a log's time stamps contradict the durations of its steps and evaluations.
+
+    Together they may differ by twice the longest duration and 1 %.
+    """
     apart = took = longest = 0.0
     before: LoggedStep | Evaluation | None = None
     for record in run.records:
@@ -150,7 +153,7 @@ def _stamps(run: Run) -> list[str]:
 
 
 def _missing_provenance(rows: pd.DataFrame) -> list[str]:
-    """One sentence for each column of provenance that some rows leave empty."""
+    """Return a sentence for each column of provenance that some rows leave empty."""
     device = rows["device"] if "device" in rows else pd.Series("cuda", index=rows.index)
     columns = {name: rows[name] for name in PROVENANCE} | {
         "gpu": rows["gpu"].where(device != "cpu", "a CPU"),
@@ -161,7 +164,7 @@ def _missing_provenance(rows: pd.DataFrame) -> list[str]:
 
 
 def seal(profiles: Path, paths: Iterable[Path]) -> None:
-    """List files as they are now; one that is gone is listed no longer."""
+    """Record the files' hashes as they are now; remove those of files that no longer exist."""
     sums = _listed(profiles)
     for path in paths:
         name = Path(os.path.relpath(path, profiles)).as_posix()
@@ -172,10 +175,10 @@ def seal(profiles: Path, paths: Iterable[Path]) -> None:
 
 
 def broken_seals(profiles: Path, rendered: Collection[str] = ()) -> list[str]:
-    """One sentence for each file that is not as listed, not listed, or missing.
+    """Return a sentence for each sealed file that was changed, is not listed, or is missing.
 
     Args:
-        rendered: files among them that are rendered from templates, and compared with those instead.
+        rendered: files that are compared with their templates instead.
     """
     sums = _listed(profiles)
     files = {path for folder in SEALED for path in (profiles / folder).rglob("*") if path.is_file()}
@@ -202,7 +205,7 @@ def _sum(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Move:
-    """One file of a run: what will be done with it, or why it cannot be."""
+    """The adoption of one file of a run, or the reason why it is refused."""
 
     source: Path
     target: Path
@@ -215,15 +218,15 @@ class Move:
 
 
 def plan(run: Path, profiles: Path, machine: str) -> list[Move]:
-    """The moves that adopt a run's folder, file by file; a picture or log that differs from a committed one is refused.
+    """Plan the adoption of a run's files; a picture or log that differs from a committed one is refused.
 
     Args:
-        run: the folder that a measuring recipe was given.
+        run: the output folder of a measuring recipe.
         profiles: the folder of ``results`` and ``digests``.
-        machine: whose rows these are, as its folder is called: part of the GPU's name, or cpu.
+        machine: the machine's folder name: part of the GPU's name, or cpu.
 
     Raises:
-        ValueError: the folder holds no part with rows or digests.
+        ValueError: the folder holds no part with rows, digests or a log.
     """
     moves = []
     for folder in sorted(path for path in run.iterdir() if path.is_dir()) if run.is_dir() else []:
@@ -243,11 +246,11 @@ def plan(run: Path, profiles: Path, machine: str) -> list[Move]:
 
 
 def carry_out(moves: list[Move], profiles: Path) -> None:
-    """Write every file, each at once or not at all, and its hash.
+    """Write every file atomically, and its hash.
 
     Raises:
-        ValueError: one of the moves is refused; nothing is written then.
-        OSError: a file cannot be written; those before it are.
+        ValueError: one of the moves is refused; then nothing is written.
+        OSError: a file cannot be written; earlier files have been.
     """
     if any(move.refused for move in moves):
         raise ValueError("nothing was moved, as something is refused")
@@ -276,7 +279,7 @@ def _holds_rows(path: Path) -> bool:
 
 
 def _move(source: Path, target: Path, machine: str, kind: Callable[[Path, Path, str], Move]) -> Move:
-    """The move that ``kind`` makes of a file; its ValueError becomes a refusal."""
+    """Return the move that ``kind`` plans for a file; its ValueError becomes a refusal."""
     try:
         return kind(source, target, machine)
     except ValueError as error:
@@ -287,8 +290,8 @@ def _rows(source: Path, target: Path, machine: str) -> Move:
     """Append rows to the committed ones.
 
     Raises:
-        ValueError: rows that prove nothing, of another machine, with other columns, or that are not among the
-            committed ones and no newer: changed by hand, or of a run before theirs, which would pass for the newest.
+        ValueError: the rows have problems, are of another machine or have other columns. Or some are not among the
+            committed rows and are no newer: they were edited, or are of an earlier run that would count as the newest.
     """
     check = read_rows(source)
     device = check["device"] if "device" in check else pd.Series("cuda", index=check.index)
@@ -318,11 +321,13 @@ def _as_text(path: Path) -> pd.DataFrame:
 
 
 def _in_columns(old: pd.DataFrame, columns: pd.Index) -> pd.DataFrame:
-    """Committed rows in the columns of newer ones, where all that they lack could not be said then, and what newer ones
-    lack was never said.
+    """Return committed rows with the columns of newer ones.
+
+    Missing columns get the defaults of rows that were measured before the columns existed; columns that newer rows lack
+    are dropped if empty.
 
     Raises:
-        ValueError: other columns.
+        ValueError: the columns still differ.
     """
     defaults = unsaid(old.columns)
     unsaid_then = {name: defaults[name] for name in columns if name in defaults and name not in old}
@@ -334,7 +339,7 @@ def _in_columns(old: pd.DataFrame, columns: pd.Index) -> pd.DataFrame:
 
 
 def _digest(source: Path, target: Path, machine: str = "") -> Move:
-    """Copy a file; raises ValueError if it is too large, or the committed one is another."""
+    """Copy a file; raises ValueError if it is too large or differs from the committed one."""
     content = source.read_bytes()
     if len(content) > LARGEST:
         raise ValueError(f"{len(content) / 2**20:.1f} MiB are too large to commit")
@@ -346,7 +351,7 @@ def _digest(source: Path, target: Path, machine: str = "") -> Move:
 
 
 def _log(source: Path, target: Path, machine: str) -> Move:
-    """Copy the log of a run; raises ValueError if it proves nothing or is of another machine, and as ``_digest``."""
+    """Copy a run's log; raises ValueError if it has problems or is of another machine, and as ``_digest``."""
     run = read_run(source)
     names = pd.Series([device.name for device in run.all(Device)], dtype=str)
     if problems := run_problems(run, commits=None) + _foreign(names, machine):
@@ -355,6 +360,6 @@ def _log(source: Path, target: Path, machine: str) -> Move:
 
 
 def _foreign(devices: pd.Series, machine: str) -> list[str]:
-    """A sentence if one of the devices is not of the machine."""
+    """Return a sentence, in a list, if one of the devices is not of the machine."""
     foreign = devices[~devices.astype(str).str.lower().str.contains(machine.lower(), regex=False)]
     return [f"measured on {foreign.iloc[0]}, not on {machine}"] if len(foreign) else []

@@ -1,7 +1,7 @@
 """The figures of the documents, drawn from committed rows and from arithmetic; each file names its source.
 
-Pixels are not drawn again to compare them, as they vary with the libraries that draw: a figure's file holds the hash of
-what it was drawn from, and the file's own hash is sealed (``evidence.py``).
+Checks do not redraw figures to compare pixels, which depend on library versions. Instead a figure's file holds the hash
+of its inputs, and the file's own hash is sealed (``evidence.py``).
 """
 
 import hashlib
@@ -43,7 +43,7 @@ from cs336_systems.report.pipelines import pipelines_figure, simulated
 from cs336_systems.report.run_figure import run_figure
 
 ON_ONE_HOST = ["reference", "flash", "hopper", "sdpa-cudnn"]
-"""Implementations of attention whose newest rows of the grids against length are of one host; others are older."""
+"""Implementations of attention whose newest rows over length were measured on one host; other rows are older."""
 
 FOLDER = "figures"
 """The folder of figures in ``profiles/``."""
@@ -51,21 +51,21 @@ FOLDER = "figures"
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of the documents: the function that draws it, and its arguments: rows, or what was calculated."""
+    """A figure of the documents: the function that draws it, and a function that returns its arguments."""
 
     draw: Callable[..., Figure | None]
     arguments: Callable[[], tuple[Any, ...]]
-    """Raises ``NotMeasured`` where rows are missing."""
+    """Returns rows or calculated values; raises ``NotMeasured`` if rows are missing."""
 
     def source(self) -> str:
-        """SHA-256 of the function's name and of all that it draws; a figure's file says it as ``Source``."""
+        """Return the SHA-256 of the function's name and arguments; a figure's file stores it as ``Source``."""
         found = hashlib.sha256(self.draw.__qualname__.encode())
         for argument in self.arguments():
             found.update(_text(argument).encode())
         return found.hexdigest()
 
     def write(self, path: Path) -> None:
-        """Draw it.
+        """Draw the figure to a file.
 
         Raises:
             NotMeasured: its rows are missing.
@@ -75,7 +75,7 @@ class Drawing:
 
 
 def _text(argument: Any) -> str:
-    """The values that decide a picture: a run's records, not its path; of rows what ``_text_of_rows`` says."""
+    """Return the text of an argument that is hashed: a run's records without its path; ``_text_of_rows`` of rows."""
     match argument:
         case pd.DataFrame():
             return _text_of_rows(argument)
@@ -85,7 +85,7 @@ def _text(argument: Any) -> str:
 
 
 def _text_of_rows(rows: pd.DataFrame) -> str:
-    """Rows as they were measured: without what no row could say then, and so is at its default in all."""
+    """Return rows as CSV, without newer columns that have their default in all rows, so that hashes stay valid."""
     marks = ("schema_version", "context_length", "prefetch", "host_gib", "total_batch_tokens", "n_samples")
     defaults = unsaid(marks) | {"kv_heads": EARLIER["d_head"]["kv_heads"]}
     at_default = [name for name, default in defaults.items() if name in rows and (rows[name] == default).all()]
@@ -96,7 +96,7 @@ def _text_of_rows(rows: pd.DataFrame) -> str:
 
 
 def figures(committed: Committed) -> dict[str, Drawing]:
-    """Every figure of the documents, by file name."""
+    """Return every figure of the documents, by file name."""
     rows = committed.rows
     timelines = simulated([simulate(name, 4, 8, chunks=2) for name in SCHEDULES])
 
@@ -141,7 +141,7 @@ def figures(committed: Committed) -> dict[str, Drawing]:
 
 
 def _as_in_tables(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows as the tables take them: those in fp8, and in bf16 those of commands that quantize nothing."""
+    """Select the rows that the tables use: those in fp8, and in bf16 those of commands without fp8."""
     return pd.concat([of_bf16_commands(rows), rows[rows["recipe"] != "stored"]]).sort_index()
 
 
@@ -156,7 +156,7 @@ def _run_figure(name: str, run: Run) -> Figure:
 
 
 def draw(committed: Committed, profiles: Path) -> list[str]:
-    """Draw every figure whose rows are there, and seal them; the names of the others."""
+    """Draw and seal every figure whose rows exist; return the names of the others."""
     missing, drawn = [], []
     for name, drawing in figures(committed).items():
         try:
@@ -169,7 +169,7 @@ def draw(committed: Committed, profiles: Path) -> list[str]:
 
 
 def stale_figures(committed: Committed, profiles: Path) -> list[str]:
-    """One sentence for each figure that is missing, was not drawn from what is committed, or that nothing draws."""
+    """Return a sentence for each figure that is missing, outdated, or no longer drawn by anything."""
     known, there = figures(committed), {path.name for path in (profiles / FOLDER).glob("*")}
     found = [f"{FOLDER}/{name}: nothing draws it" for name in there - known.keys()]
     for name, drawing in known.items():
@@ -185,7 +185,7 @@ def stale_figures(committed: Committed, profiles: Path) -> list[str]:
 
 
 def _said(path: Path) -> str:
-    """The source that a figure says it was drawn from; empty if its file is no picture or does not say."""
+    """Return the ``Source`` stored in a figure's file; empty if there is none or the file is no picture."""
     try:
         with Image.open(path) as picture:
             return str(picture.info.get("Source", ""))

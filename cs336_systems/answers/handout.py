@@ -1,7 +1,7 @@
-"""Numbers and tables that answer the handout's questions and that a pivot of rows cannot: sums with arithmetic beside.
+"""Numbers and tables for the handout's questions that a pivot of rows cannot give.
 
-What a block keeps is arithmetic of ``costs/``, the largest allocations come from the digests of ``profile_model.py``,
-rounding from the experiments of ``experiments/precision``.
+The tensors that a block keeps are computed by ``costs/``, the largest allocations come from the digests of
+``profile_model.py``, and rounding errors from ``experiments/precision.py``.
 """
 
 import pandas as pd
@@ -17,26 +17,26 @@ from cs336_systems.report.tables import Table, digits
 from cs336_systems.training.precision import DTYPES
 
 LARGE = "2.7b"
-"""The size whose memory both handouts ask for; the 2026 one calls it xl."""
+"""The size whose memory both handouts ask about; the 2026 handout calls it xl."""
 
 _OUT_OF_MEMORY = r"asked for ([\d.]+) GiB of ([\d.]+) GiB, ([\d.]+) GiB in tensors and ([\d.]+) GiB in free pieces"
 _CELL = ["size", "context_length", "dtype"]
 
 
 def handout_attention(length: int, d_head: int) -> AttentionWork:
-    """A configuration of the handout's grid: batch 8, one head, not causal."""
+    """Return a configuration of the handout's grid: batch 8, one head, not causal."""
     return AttentionWork(8, 1, 1, length, length, d_head, causal=False)
 
 
 def kept_by_block(context: int) -> list[SavedTensor]:
-    """The tensors that one block of the large model keeps for backward at batch 4 in fp32, the largest first."""
+    """Return the tensors that one block of the large model saves for backward at batch 4 in fp32, largest first."""
     config = MODEL_SIZES[LARGE].at_context(context)
     tensors = block_saved_tensors(config, 4, context, PRECISIONS["fp32"])
     return sorted(tensors, key=lambda tensor: -tensor.n_bytes)
 
 
 def residuals_table(context: int, most: int = 5) -> Table:
-    """The largest of ``kept_by_block``."""
+    """Return a table of the ``most`` largest tensors of ``kept_by_block``."""
     tensors = kept_by_block(context)
     whole = total_bytes(tensors)
     lines = [
@@ -49,7 +49,7 @@ def residuals_table(context: int, most: int = 5) -> Table:
 
 
 def ran_out(rows: pd.DataFrame) -> dict[str, float]:
-    """GiB that torch's allocator named when it ran out: asked for, of the device, in tensors and in free pieces.
+    """Return GiB from torch's out-of-memory message: requested, of the device, in tensors, and in free pieces.
 
     Raises:
         NotMeasured: no ``oom`` row has such a message.
@@ -61,7 +61,7 @@ def ran_out(rows: pd.DataFrame) -> dict[str, float]:
 
 
 def largest_table(allocations: pd.DataFrame, most: int = 3) -> Table:
-    """The largest allocations of each forward pass and the line that asked for them, or the parameter they hold."""
+    """Return a table of each forward pass's largest allocations, with the code line or the parameter they are for."""
     ordered = allocations.sort_values("mib", ascending=False, kind="stable")
     largest = ordered.groupby(_CELL).head(most).sort_values(_CELL, kind="stable")
     shown = largest.rename(columns={"context_length": "context", "at_peak": "alive at the peak"})
@@ -72,14 +72,15 @@ def largest_table(allocations: pd.DataFrame, most: int = 3) -> Table:
 
 
 def attention_work(what: str, size: str, context: int) -> float:
-    """The two matmuls of attention's forward in fp32 over its softmax: in FLOPs, or in least bytes (``n_bytes``)."""
+    """Return the ratio of attention's two forward matmuls to its softmax, fp32: in FLOPs, or least bytes
+    (``n_bytes``)."""
     config = MODEL_SIZES[size].at_context(context)
     matmul, softmax = attention_stages(config, 4, context, PRECISIONS["fp32"], "forward")
     return float(2 * getattr(matmul, what) / getattr(softmax, what))
 
 
 def sums_table() -> Table:
-    """The handout's four sums of a thousand hundredths."""
+    """Return a table of the handout's four sums of a thousand times 0.01."""
     frame = precision.sums((1000,)).head(4)  # the first experiments are the handout's
     frame = frame.assign(
         result=[f"{value:.7g}" for value in frame["result"]],
@@ -90,13 +91,13 @@ def sums_table() -> Table:
 
 
 def accumulated(accumulator: str, dtype: str, terms: int) -> str:
-    """A sum of hundredths in order, to seven digits."""
+    """Return the sum of ``terms`` times 0.01, added one after the other, to seven digits."""
     term = torch.tensor(0.01, dtype=DTYPES[dtype])
     return f"{precision.in_order(terms, term, DTYPES[accumulator]):.7g}"
 
 
 def toy_table() -> Table:
-    """Dtypes of the handout's toy model under CUDA's autocast, with its layer norm and the loss."""
+    """Return a table of dtypes in the handout's toy model, with layer norm and loss, under CUDA's autocast."""
     found = {name: precision.toy_dtypes("pretended-cuda", DTYPES[name]) for name in ("fp16", "bf16")}
     lines = [{"tensor": tensor} | {name: found[name][tensor] for name in found} for tensor in found["fp16"]]
     return Table("The toy model by the rules of CUDA's autocast.", pd.DataFrame(lines))

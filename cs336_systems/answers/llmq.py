@@ -1,13 +1,12 @@
-"""The steps that llm.q published, their options in this suite's words, and what they should cost by its arithmetic.
+"""Steps that llm.q published, with their options translated to this suite's, and predictions of their cost.
 
 ``llmq.csv`` has the rows of https://github.com/IST-DASLab/llmq (benchmarks/): a machine, the options of its ``train``,
-median tokens/s of a few steps, and their share of the speed of light. Sequences have 1,024 tokens; model, optimizer's
-states and master weights are bf16. The optimizer's state is sharded over GPUs (its ZeRO 1), weights and gradients if
-asked.
+median tokens/s of a few steps, and their share of the speed of light. Sequences have 1,024 tokens; model, optimizer
+states and master weights are bf16. Optimizer states are sharded over GPUs (ZeRO 1), weights and gradients by option.
 
-    recompute: swiglu, norm, ffn, att, block     ``keep``: all without what they name; block is input
+    recompute: swiglu, norm, ffn, att, block     ``keep``: all without the named ones; block is input
     offload: opt-m, opt-v, master, residual      ``offload``; master weights are the bf16 weights of an fp8 step
-    lmhead-chunks, attn-bwd-chunks               not seconds: this suite's head is in chunks always
+    lmhead-chunks, attn-bwd-chunks               no effect on seconds: this suite's head always works in chunks
 
     row = read_rows()[0]
     row.predicted(LLMQ).total, row.peak_bytes
@@ -29,8 +28,8 @@ from cs336_systems.hardware import Hardware, hardware_named
 
 ROWS = Path(__file__).with_name("llmq.csv")
 SHARES = replace(ours_on(hardware_named("h100"), "2026-11-29"), products=1.0056, memory=0.9388, quantized=0.9569)
-"""This engine's shares of a card's rates, the same for all cards: the three below fitted on the named tenth of each
-card's rows, the others ours on the day of the fit."""
+"""llm.q's shares of a GPU's rates, the same for all GPUs. The three in ``FITTED`` were fitted on the named tenth of each
+GPU's rows; the others are this suite's on the day of the fit."""
 FITTED = ("products", "memory", "quantized")
 
 LENGTH = 1024
@@ -93,7 +92,7 @@ class Row:
 
     @property
     def moments(self) -> tuple[tuple[str, int], ...]:
-        """Bytes a parameter of the optimizer's states; fp8 weights, where they are kept, have bf16 masters."""
+        """Bytes per parameter of the optimizer states, and of bf16 master weights if they are offloaded."""
         return (*BF16_MOMENTS, *([("master", 2)] if "master" in self.offload else []))
 
     @property
@@ -108,11 +107,11 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step on all GPUs."""
+        """Tokens per step on all GPUs."""
         return LENGTH * self.layout.micro_batch * self.layout.n_micro_batches * self.n_gpus
 
     def predicted(self, sustained: Sustained) -> StepSeconds:
-        """The step's seconds with the engine's shares."""
+        """Predict the step's seconds, with an engine's shares of the GPU's rates."""
         return step_seconds(
             self.config,
             LENGTH,
@@ -133,8 +132,8 @@ class Row:
     def peak_bytes(self) -> int:
         """The predicted peak of one GPU's memory.
 
-        Blocks' fp8 weights are there once, where this suite has them twice. Their bf16 masters are sharded with the
-        optimizer's states, or on the host.
+        Compared with this suite, which stores blocks' fp8 weights twice, llm.q stores them once. Their bf16 masters are
+        sharded with the optimizer states, or on the host.
         """
         peak = rank_peak(
             *(self.config, LENGTH, self.layout), moments=BF16_MOMENTS, recipe=self.recipe, offload=self.offload
@@ -150,7 +149,7 @@ class Row:
         return self.peak_bytes <= (self.hardware.memory_bytes or 0)
 
     def rate(self, sustained: Sustained) -> float:
-        """Predicted tokens/s."""
+        """Return the predicted tokens/s."""
         return self.tokens / self.predicted(sustained).total
 
 

@@ -1,7 +1,7 @@
-"""Runs of one model by several optimizers: in what share of AdamW's steps does Muon reach its held-out loss?
+"""Runs of one model with several optimizers: in what share of AdamW's steps does Muon reach AdamW's held-out loss?
 
-The loss to reach is the lowest with which a run of AdamW ended, over its learning rates. The fair comparison is a run
-whose schedule ends after fewer steps: in the middle of a longer run the learning rate is still high.
+The loss to reach is the lowest final loss of AdamW over its learning rates. A fair comparison needs a Muon run whose
+schedule ends after fewer steps: in the middle of a longer run the learning rate is still high.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ from cs336_systems.report.tables import Table
 _MUON = "Muon"
 _DASHES = ("-", "--", ":", "-.")
 _SHOWN = 1.0
-"""How far above the loss to be reached the picture goes, in nats."""
+"""The figure's y axis ends this many nats above the loss to be reached."""
 
 
 def _how(run: Run) -> tuple[str, int, float]:
-    """Optimizer, steps and highest learning rate of a run."""
+    """Return a run's optimizer, number of steps and highest learning rate."""
     session = run.last(Session)
     assert session is not None, run.path
     name = _MUON if session.options["optimizer"] == "muon" else "AdamW"
@@ -31,12 +31,12 @@ def _how(run: Run) -> tuple[str, int, float]:
 
 
 def _ended(run: Run) -> float:
-    """The held-out loss at the end of a run, nats per token."""
+    """Return the held-out loss at the end of a run, in nats per token."""
     return float(run.evaluations["loss"].iloc[-1])
 
 
 def best_of_adamw(runs: Mapping[str, Run]) -> Run:
-    """The run of AdamW with the lowest held-out loss at its end; ValueError if none is of AdamW."""
+    """Return the AdamW run with the lowest final held-out loss; raises ValueError if there is no AdamW run."""
     found = [run for run in runs.values() if _how(run)[0] != _MUON]
     if not found:
         raise ValueError(f"no run of AdamW among {', '.join(runs) or 'no runs'}")
@@ -44,20 +44,20 @@ def best_of_adamw(runs: Mapping[str, Run]) -> Run:
 
 
 def reached_after(run: Run, loss: float) -> int | None:
-    """The step of the first evaluation with at most this held-out loss; None if there is none."""
+    """Return the step of the first evaluation with at most this held-out loss, or None."""
     there = run.evaluations.loc[run.evaluations["loss"] <= loss, "step"]
     return None if there.empty else int(there.iloc[0])
 
 
 def share_of_steps(runs: Mapping[str, Run]) -> float | None:
-    """The fewest steps in which Muon reaches the loss of AdamW's best run, over that run's steps; None if never."""
+    """Return Muon's fewest steps to the loss of AdamW's best run, divided by that run's steps; None if never."""
     best = best_of_adamw(runs)
     after = [reached_after(run, _ended(best)) for run in runs.values() if _how(run)[0] == _MUON]
     return min((steps / _how(best)[1] for steps in after if steps is not None), default=None)
 
 
 def optimizers_table(runs: Mapping[str, Run]) -> Table:
-    """A line for each run, by optimizer, steps and learning rate, with when it reached the loss of AdamW's best."""
+    """Return a table with a line per run: final held-out loss, and the step at which it reached AdamW's best."""
     best, lines = best_of_adamw(runs), []
     for run in sorted(runs.values(), key=_how):
         name, n_steps, rate = _how(run)
@@ -70,7 +70,7 @@ def optimizers_table(runs: Mapping[str, Run]) -> Table:
 
 
 def optimizers_figure(names: tuple[str, ...], *runs: Run) -> Figure:
-    """Held-out loss by step of every run; a horizontal line is the loss with which AdamW's best run ended."""
+    """Draw held-out loss over steps for every run, with a horizontal line at the final loss of AdamW's best run."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     kinds: dict[tuple[str, int], int] = {}

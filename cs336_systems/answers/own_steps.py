@@ -1,9 +1,9 @@
-"""This suite's own steps and peaks, as committed, beside what the predictor says of them.
+"""This suite's own committed step times and memory peaks, compared with predictions.
 
-Rows of ``benchmark_training.py`` on H100s and H200s (``profiles/results``). ``costs/rates.py`` is fitted on steps of
-one H200 among them; nothing is fitted on several GPUs' or an H100's, and nothing of memory. Rows of one setting and
-one state of the engine count once, by the median of their medians; those of measured kernels of matmuls, which the
-rates do not know, do not.
+They are rows of ``benchmark_training.py`` on H100s and H200s (``profiles/results``). ``costs/rates.py`` was fitted on
+those of one H200; nothing was fitted on an H100 or on several GPUs, and no memory prediction was fitted. Rows with the
+same settings and engine version count once, by the median of their medians. Rows with measured matmul kernels do not
+count, because the rates do not cover these.
 
     for step in own_steps(): step.seconds_error, step.memory_error
 """
@@ -45,16 +45,16 @@ class OwnStep:
     step_s: float
     peak_gib: float | None
     sustained: Sustained
-    """The engine's shares of the card's rates when the step was measured."""
+    """This suite's shares of the GPU's rates at the time of the measurement."""
 
     @property
     def group(self) -> str:
-        """The card, and whether it was one, on steps of which rates were fitted on an H200."""
+        """The GPU's name, and ``one`` or ``several``; rates were fitted on steps of one H200."""
         return f"{self.gpu.removeprefix('NVIDIA ').split()[0]}, {'one' if self.layout.n_ranks == 1 else 'several'}"
 
     @property
     def seconds_error(self) -> float:
-        """Predicted over measured seconds, less 1."""
+        """The relative error of the predicted seconds: predicted / measured - 1."""
         hardware = find_hardware(self.gpu)
         assert hardware is not None
         how: dict[str, Any] = {"recipe": self.recipe, "sustained": self.sustained}
@@ -63,7 +63,7 @@ class OwnStep:
 
     @property
     def memory_error(self) -> float | None:
-        """Predicted over measured peak, less 1; None where it was not recorded."""
+        """The relative error of the predicted peak: predicted / measured - 1; None if no peak was recorded."""
         if self.peak_gib is None:
             return None
         config = resolve_size(self.size)
@@ -73,13 +73,13 @@ class OwnStep:
 
 @cache
 def own_steps(parts: tuple[str, ...] = PARTS) -> tuple[OwnStep, ...]:
-    """All steps of the trainer in these parts whose ranks share them, or that one GPU runs."""
+    """Return this suite's steps in these parts, without independent ranks, offload or measured matmul kernels."""
     return tuple(_read(parts))
 
 
 def committed_rows(part: str, benchmark: str = "benchmark_training") -> "pd.DataFrame":
-    """The committed rows of a part whose cells succeeded."""
-    from cs336_systems.harness.record import read_rows  # brings pandas, which --help need not wait for
+    """Return the rows of successful cells of a committed part."""
+    from cs336_systems.harness.record import read_rows  # imports pandas, for which --help should not wait
 
     rows = read_rows(RESULTS / part / f"{benchmark}.csv")
     return rows[rows["status"] == "ok"]

@@ -1,11 +1,11 @@
-"""Tables that templates describe: a pivot of rows, and the part of a larger table that a page shows.
+"""Tables described in templates: a pivot of rows, and the part of a larger table that a page shows.
 
     {{ pivot(rows("context-512", mode="step"), ["size"], {
          "fp32 ms": {"metric": "step", "dtype": "fp32"}, "bf16 ms": {"metric": "step", "dtype": "bf16"},
          "ratio": {"ratio": ["fp32 ms", "bf16 ms"]} }) }}
     {{ shown("fsdp", fully_sharded_table(rows("fsdp")), ["size", "step ms", "/ FSDP2"], {"dtype": "fp32"}) }}
 
-``shown`` writes the whole table to ``profiles/tables/NAME.csv`` and links it; a page shows ``MOST_LINES`` at most.
+``shown`` writes the whole table to ``profiles/tables/NAME.csv`` and links to it; a page shows at most ``MOST_LINES``.
 """
 
 import math
@@ -20,23 +20,23 @@ from cs336_systems.report.results import MISSING
 from cs336_systems.report.tables import LABELS, Table, digits
 
 MOST_LINES = 15
-"""Lines of a table in a page; a longer one belongs into a CSV file beside it."""
+"""The most lines of a table in a page; a longer one belongs in a CSV file."""
 
 
 def pivot(rows: Rows, lines: Sequence[str], columns: Mapping[str, Any], caption: str = "") -> Table:
-    """A line for each combination of some settings, a column for each quantity.
+    """Return a table with a line for each combination of some settings and a column for each quantity.
 
     Args:
         rows: in the order in which lines are shown.
-        lines: settings that tell one line from another.
-        columns: by header a metric; or ``metric`` with the settings of its cell, and if they are not as usual
-            ``statistic`` (median), ``places`` (three significant digits) and ``scale``; with ``spread`` it shows mean
-            and standard deviation. ``ratio`` divides two columns before it.
-        caption: what stands above the table.
+        lines: settings that distinguish lines.
+        columns: by header a metric; or ``metric`` with the settings of its cell, and optionally ``statistic`` (default
+            median), ``places`` (default three significant digits) and ``scale``; ``spread`` shows mean and standard
+            deviation. ``ratio`` divides two earlier columns.
+        caption: text above the table.
 
     Raises:
         NotMeasured: there are no rows.
-        ValueError: a quantity is of several cells.
+        ValueError: several cells match a quantity.
     """
     frame = rows.frame()
     metrics = {said if isinstance(said, str) else said.get("metric") for said in columns.values()} - {None}
@@ -55,11 +55,11 @@ def pivot(rows: Rows, lines: Sequence[str], columns: Mapping[str, Any], caption:
 
 
 _HEADERS = LABELS | {"world_size": "ranks", "d_head": "d"}
-"""Headers of settings that are called otherwise in rows."""
+"""Headers of settings, where they differ from the column's name."""
 
 
 def _cell(own: pd.DataFrame, header: str, asked: dict[str, Any], values: dict[str, float]) -> str:
-    """One cell as text; ``values`` holds the numbers of the columns before it and takes this one's."""
+    """Return one cell's text; ``values`` holds the numbers of earlier columns, and this one's is added."""
     places, scale, spread = asked.pop("places", None), asked.pop("scale", 1), asked.pop("spread", False)
     if "ratio" in asked:
         above, below = asked["ratio"]
