@@ -35,13 +35,13 @@ class Scores:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def bits_per_byte(self, n_tokens: int, n_bytes: int) -> float:
-        """For data whose tokens, all of them targets, are so many bytes of text."""
+        """Return bits per byte for ``n_tokens`` tokens, all of them targets, that encode ``n_bytes`` of text."""
         return self.loss / math.log(2) * n_tokens / n_bytes
 
 
 @torch.no_grad()
 def score(model: TransformerLM, sequences: Sequences, batch_size: int, limit: int | None = None) -> Scores:
-    """The scores of the first ``limit`` sequences, by default all.
+    """Score the first ``limit`` sequences, by default all.
 
     Raises:
         ValueError: an id is beyond the model's vocabulary.
@@ -58,7 +58,7 @@ def score(model: TransformerLM, sequences: Sequences, batch_size: int, limit: in
 
 
 def _of_each(logits: Tensor, targets: Tensor) -> Tensor:
-    """The summed loss of each sequence, (B,) fp64."""
+    """Return the summed loss of each sequence, (B,) fp64."""
     each = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED)
     return each.view(targets.shape).double().sum(1)
 

@@ -6,11 +6,11 @@
     model.safetensors           or shards and model.safetensors.index.json, above a size
     tokenizer.json, tokenizer_config.json, chat_template.jinja (if there is one)
     tokenizer/                  the tokenizer alone, where transformers would put another in its place
-    generation_config.json      how text begins, by the tokenizer's template or after an end of text, and ends
-    export.json                 where this came from, and the names of these files
+    generation_config.json      ids that begin a text (of the tokenizer's template, or end of text) and that end it
+    export.json                 the origin, and the names of these files
 
-The folder appears when it is complete. An earlier export in its place is replaced, as long as nobody has put anything
-beside its files; any other folder of a model only if asked, and what is no model's folder never.
+The folder appears when it is complete. An earlier export is replaced unless other files were added to it; another
+model's folder is replaced only with ``replace``, and any other folder never.
 """
 
 import json
@@ -43,7 +43,7 @@ _QWEN_SPLIT = json.dumps(r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+")[1:-1]
 
 @dataclass(frozen=True)
 class Exported:
-    """A folder that was written: the names of its files, the dtype of the weights, and advice for those who load it."""
+    """A folder that was written: names of its files, dtype of the weights, and advice on loading it."""
 
     folder: Path
     files: tuple[str, ...]
@@ -62,15 +62,15 @@ def export(
     """Write the folder.
 
     Args:
-        weights: whole tensors by the names of a ``TransformerLM``, such as its state dict; a tied head may be there.
-        model: files of transformers beside its tokenizer come along.
+        weights: unsharded tensors by ``TransformerLM`` names, such as its state dict, with or without a tied head.
+        model: its config and tokenizer; transformers' files in the tokenizer's folder are copied, too.
         replace: also replace another model's folder.
-        origin: is noted in ``export.json``.
+        origin: written to ``export.json``.
 
     Raises:
-        ValueError: the weights are not the model's, or of several dtypes; the tokenizer does not serve; or the folder
-            is one that must not be replaced.
-        OSError: something cannot be read or written.
+        ValueError: the weights are not the model's, or have several dtypes; the tokenizer is unsuitable; or the folder
+            must not be replaced.
+        OSError: a file cannot be read or written.
     """
     check_target(folder, replace)
     config, loaded, notes = model.config, model.load_tokenizer(), []
@@ -107,7 +107,7 @@ def export(
 
 
 def export_saved(folder: Path, saved: SavedModel, **how: Any) -> Exported:
-    """``export`` of a checkpoint, whose origin is noted."""
+    """Export a checkpoint, with its origin."""
     origin: dict[str, Any] = {"checkpoint": str(saved.path), "step": saved.step, "model": saved.model.config.name}
     if saved.model.adapters is not None:
         origin["adapters merged into"] = saved.model.adapters.as_json()
@@ -130,7 +130,7 @@ def check_target(folder: Path, replace: bool) -> None:
 
 
 def _parameters(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The weights that a checkpoint of the model has, without a tied head.
+    """Return the weights by the names of a checkpoint, without a tied head.
 
     Raises:
         ValueError: names or shapes are not the model's, or a head that should be tied is not.
@@ -148,7 +148,7 @@ def _parameters(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str,
 
 
 def _copy_tokenizer(folder: Path, tokenizer: Path, loaded: JsonTokenizer) -> None:
-    """The definition as it is, with its own config or one that any version of transformers understands."""
+    """Copy the tokenizer's definition, with its own config or one that any version of transformers understands."""
     copy_tokenizer(tokenizer, folder)
     config, eos = folder / "tokenizer_config.json", loaded.eos_token
     begin = {"bos_token": loaded.token(loaded.prefix[0])} if loaded.prefix else {}

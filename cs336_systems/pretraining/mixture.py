@@ -2,9 +2,10 @@
 
     mixture = Mixture({"data/web": web, "data/code": code}, [Fraction(7, 10), Fraction(3, 10)])
 
-Which source gives the k-th sequence is a formula, without a draw or a state, so a run resumes anywhere: of the first k
-the first source gives floor(k share), and of the others the second gives its share of them, and so on. Any stretch of a
-run thus has each source's share to within a few sequences. Each source has its own endless order of epochs.
+The source of the k-th sequence is given by a formula, without random numbers or state, so a run resumes anywhere. Of
+the first k sequences floor(k share) are from the first source; of the rest, the second source's are counted in the same
+way, and so on. So any part of a run has each source's share to within a few sequences. Each source has its own endless
+order of epochs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,14 +42,14 @@ class Mixture(Sequences):
         return [each for part in self._parts.values() for each in part.fingerprint]
 
     def __len__(self) -> int:
-        """All sequences of all sources: an epoch, for want of a better one."""
+        """Return the number of sequences of all sources together, which defines an epoch."""
         return sum(map(len, self._parts.values()))
 
     def mean(self, values: Mapping[str, float]) -> float:
         return sum(float(share) * values[name] for name, share in zip(self._parts, self.shares, strict=True))
 
     def counts(self, n_taken: int) -> list[int]:
-        """How many of the first so many sequences each source gives."""
+        """Return how many of the first ``n_taken`` sequences are from each source."""
         counts, left, rest = [], n_taken, Fraction(1)
         for share in self.shares[:-1]:
             own = share / rest

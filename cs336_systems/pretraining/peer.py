@@ -4,8 +4,8 @@
     optimizer = peer_optimizer(model, options)
     loss, norm = peer_step(model, optimizer, batch, options, dtype)
 
-With ``liger`` the model has Liger's kernels, the loss of the head in chunks among them. It shares nothing with our step
-but how a batch is dealt out.
+With ``liger`` the model has Liger's kernels, including its chunked head and loss. The peer shares with this suite's
+step only how a batch is divided.
 """
 
 import sys
@@ -35,7 +35,7 @@ class PeerModel(nn.Module):
         return list(self.model.model.layers)  # type: ignore[union-attr, arg-type]
 
     def compile_parts(self, **how: Any) -> None:
-        """Compile each block, the last norm and the loss by itself, to one graph each; equal blocks share theirs.
+        """Compile each block, the last norm and the loss separately, to one graph each; equal blocks share a graph.
 
         Args:
             how: for torch.compile.
@@ -61,7 +61,7 @@ def peer_model(
     weights: Path | None = None,
     attention: str = "sdpa",
 ) -> PeerModel:
-    """The model with random weights, or with those of a Hugging Face folder.
+    """Return the model with random weights, or with those of a Hugging Face folder.
 
     Args:
         attention: transformers' name of the implementation.
@@ -91,7 +91,7 @@ def peer_model(
 
 
 def peer_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
-    """Torch's fused AdamW with the options' hyperparameters, decay on matrices alone."""
+    """Return torch's fused AdamW with the options' hyperparameters, and weight decay only on matrices."""
     groups: list[dict[str, Any]] = [
         {"params": [p for p in model.parameters() if p.dim() > 1]},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
@@ -102,7 +102,7 @@ def peer_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optim
 def peer_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], options: TrainOptions, dtype: str
 ) -> tuple[Tensor, Tensor]:
-    """One step on a batch of all micro-batches; loss and norm before it, on the device."""
+    """Make one step on a batch of all micro-batches; return loss and gradient norm before it, on the device."""
     n, precision = options.micro_batches(1), PRECISIONS[dtype]
     loss = torch.zeros((), device=batch[0].device)
     for token_ids, targets in micro_batches(n, *batch):

@@ -1,6 +1,6 @@
-"""From options to the parts of a run: data, the model and its step, the learning rate; and the memory that it takes.
+"""Build the parts of a run from its options: data, model and step, learning rate; and predict its memory.
 
-The same on every rank. A step under caps on memory is set up in ``capped.py``.
+All ranks do the same. A step under memory caps is set up in ``capped.py``.
 """
 
 import sys
@@ -53,25 +53,25 @@ from cs336_systems.training.precision import DTYPES, parameter_dtype
 from cs336_systems.training.step import TrainStep
 
 _MAY_DIFFER = ("data", "walltime", "log_every", "tensorboard", "wandb", "export")
-"""Options that need not be the same on all ranks: a folder on each node, whose tokens are compared, a limit that holds
-for all, and those of the first rank alone."""
+"""Options that may differ between ranks: the data's folder, as its tokens are compared instead; the walltime, which
+stops all ranks; and options that only the first rank uses."""
 _VOCABULARY_MULTIPLE = 64
-"""A model's vocabulary is rounded up to a multiple: rows of the head that tensor cores and ranks divide."""
+"""A model's vocabulary is rounded up to a multiple of this, so that tensor cores and ranks divide the head's rows."""
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that can begin.
+    """A run that is ready to begin.
 
     Attributes:
-        train: the sequences to learn.
+        train: the sequences to train on.
         evaluation: the held-out sequences; None if there is no evaluation.
-        evaluation_batch: sequences at a time, of each rank.
-        tokens_per_step: tokens of all ranks, of all replicas.
-        mesh: the ranks, where some share a batch.
-        place: this rank's number among those that have batches of their own, and theirs.
-        origin: the folder, or the checkpoint, from which the run goes on if there is one: its own, or another run's.
-        chosen: what ``--choose-fastest`` has chosen, or why it has not.
+        evaluation_batch: sequences per evaluation batch of each rank.
+        tokens_per_step: tokens of all ranks and all replicas.
+        mesh: the ranks, if some of them share a batch.
+        place: (index, number) of this rank among the ranks with different batches.
+        origin: the folder or checkpoint that the run resumes if there is one: its own, or another run's.
+        chosen: the choice of ``--choose-fastest``, or why there is none.
     """
 
     options: TrainOptions
@@ -92,11 +92,11 @@ class PreparedRun:
 
     @property
     def dataset(self) -> Dataset:
-        """The first, whose tokenizer all have."""
+        """The first dataset; all have its tokenizer."""
         return self.datasets[0]
 
     def own(self, tokens: Tensor) -> Tensor:
-        """This rank's part of the tokens of whole sequences, (sequences, positions) or with starts of documents."""
+        """Cut this rank's part out of whole sequences, (sequences, positions) or (sequences, positions, 2)."""
         return local_tokens(tokens, self.mesh, self.case.context_order, dim=1)
 
 
@@ -110,10 +110,10 @@ def describe_device(rank: Rank) -> Device:
 
 
 def read_gpu_state(step: int, device: torch.device) -> GpuState:
-    """The state of a GPU, by NVML.
+    """Read the state of a GPU from NVML.
 
     Raises:
-        pynvml.NVMLError: it says nothing of this GPU, as of a slice of one.
+        pynvml.NVMLError: NVML cannot read this GPU, for example because it is a MIG slice.
     """
     state, used = device_state(device), memory_used_bytes(device)
     numbers = {name: state[name] for name in ("sm_mhz", "memory_mhz", "power_w", "temperature_c")}
@@ -124,12 +124,11 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
     """Open the data, describe the run in its folder, build the model and its step; a collective.
 
     Raises:
-        ValueError: options, data, folder, weights or device do not serve, or are not the same on all ranks; one
-            sentence, and nothing is lost.
-        OSError: something cannot be read or written.
+        ValueError: options, data, folder, weights or device are unsuitable, or differ between ranks; nothing is lost.
+        OSError: a file cannot be read or written.
     """
     _check_alike(lambda: must_be_alike(options))
-    options.data_ranks(rank.world_size)  # raises if these ranks do not make the mesh, before data are made for a minute
+    options.data_ranks(rank.world_size)  # raises if the mesh does not fit the ranks, before default data take a minute
     origin = on_rank_0(lambda: goes_on_from(options.out, options.resume_from))
     sources = sources_of(options.data or on_rank_0(default_data))
     _check_alike(lambda: data_identity(options, sources))
@@ -185,7 +184,7 @@ def prepare(options: TrainOptions, rank: Rank) -> PreparedRun:
 
 
 def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
-    """Yields the records that a log has before the first step: device, model, data, memory and speed of light."""
+    """Yield the records that precede the first step in a log: device, model, data, memory and speed of light."""
     options, config, dataset, step = prepared.options, prepared.case.config, prepared.dataset, prepared.step
     yield (device := describe_device(rank))
     if options.zero and rank.world_size == 1:
@@ -229,7 +228,7 @@ def introduction(prepared: PreparedRun, rank: Rank) -> Iterator[Record]:
 
 
 def default_data() -> Path:
-    """The folder with Python's standard library as tokens, made if it is not there; OSError if it cannot be written."""
+    """Return the folder of Python's standard library as tokens, written if missing; raises OSError if it cannot be."""
     options = TokenizeOptions()
     folder = default_folder(options, Corpus.find(options.input))
     if folder.exists():
@@ -238,7 +237,7 @@ def default_data() -> Path:
     try:
         return tokenize(options).folder
     except (OSError, ValueError):
-        if not folder.exists():  # else another run has made it meanwhile; whoever comes last replaces it with the same
+        if not folder.exists():  # another run may have written it meanwhile; a second writer writes the same files
             raise
         return folder
 
@@ -260,7 +259,7 @@ def config_of(options: TrainOptions, dataset: Dataset | None) -> ModelConfig:
 
 
 def _check_alike(say: Callable[[], dict[str, Any]]) -> None:
-    """Raise ValueError on every rank unless all say the same, or what one of them raises; a collective."""
+    """Raise ValueError on every rank unless ``say`` returns the same on all, or what it raises on one; a collective."""
     everyone = on_every_rank(say)
     others = []
     for name, first in everyone[0].items():
@@ -280,7 +279,7 @@ def must_be_alike(options: TrainOptions) -> dict[str, Any]:
 
 
 def data_identity(options: TrainOptions, sources: list[Source]) -> dict[str, Any]:
-    """Data and model as this rank finds them; ValueError or OSError if it finds none."""
+    """Return what identifies data and model on this rank; raises ValueError or OSError if they cannot be read."""
     found: dict[str, Any] = {"the shares of --data": [str(source.share) for source in sources]}
     for number, source in enumerate(sources, 1):
         dataset, of = Dataset.open(source.folder), "" if len(sources) == 1 else f" of source {number}"
@@ -301,7 +300,7 @@ def _check_fit(case: TrainerCase, rank: Rank) -> None:
 
 
 def _check_tokenizer(init: Path, dataset: Dataset) -> None:
-    """Raise ValueError if the initial weights have another vocabulary than the data, as far as their folder tells."""
+    """Raise ValueError if the initial weights have another vocabulary than the data, if their folder shows it."""
     if not (init / TOKENIZER).exists():
         return
     if load_tokenizer(init, 0).vocabulary() != load_tokenizer(dataset.tokenizer, 0).vocabulary():
@@ -309,7 +308,7 @@ def _check_tokenizer(init: Path, dataset: Dataset) -> None:
 
 
 def _check_chat(options: TrainOptions, dataset: Dataset) -> None:
-    """Raise ValueError for options that do not fit the targets of the data: all tokens, or answers alone."""
+    """Raise ValueError for options that do not fit the data's targets: all tokens, or only answers."""
     if options.packing and not dataset.chat:
         raise ValueError(f"--packing is for conversations, and {dataset.folder} was made without --chat")
     if options.long_conversations == "drop" and not dataset.chat:
@@ -326,7 +325,7 @@ def _sequences(
     config: ModelConfig,
     rank: Rank,
 ) -> Sequences | None:
-    """The sequences of one stream or a mixture of several; None if there is no stream."""
+    """Return the sequences of one stream or a mixture of several, or None if there is no stream."""
     parts: dict[str, Sequences] = {}
     for dataset, stream in zip(datasets, streams, strict=True):
         if stream is None:
@@ -338,7 +337,7 @@ def _sequences(
 def sequences_of(
     dataset: Dataset, stream: TokenStream, options: TrainOptions, vocab_size: int, device: torch.device
 ) -> Sequences:
-    """The rows of a stream of a dataset, as the options cut or pack them; raises ValueError as they do."""
+    """Return the rows into which the options cut or pack a stream; raises ValueError if that is impossible."""
     how = stream, options.context_length, vocab_size, device
     if not dataset.chat:
         return Sequences(*how)
@@ -382,14 +381,14 @@ def _step(options: TrainOptions, case: TrainerCase, rank: Rank, *, masked: bool)
 
 
 def predicted_segments(case: TrainerCase, total: int | None) -> dict[str, int]:
-    """Bytes of one rank's device by segment: predicted before the first step.
+    """Predict the bytes of one rank's device by segment, before the first step.
 
-    Segments are the memory in use at the step's peak: weights (masters too, if they are the parameters), gradients, m,
-    v and masters of AdamW, activations, head and loss; ``in all`` is their sum. Memory of the host comes last. There
-    are states alone where the peak is not predicted (``harness.memory.is_predictable``).
+    Segments are the memory in use at the step's peak: weights (with masters, if they are the parameters), gradients,
+    AdamW's m, v and masters, activations, head and loss; ``in all`` is their sum. Host memory comes last. If the peak
+    cannot be predicted (``harness.memory.is_predictable``), there are only weights, gradients and states.
 
     Args:
-        total: memory of the device; None if it has none of its own, and no segment is free.
+        total: memory of the device; None if it has none of its own: then there is no segment ``free``.
     """
     on_host = {f"{name} on the host": n_bytes for name, n_bytes in offloaded_bytes(case, case.world_size).items()}
     if not is_predictable(case):

@@ -174,7 +174,7 @@ class ReplicaAgreement(Agreement, ABC):
         self._come()
         joined = Joined(*(now - before for before, now in pairwise(ages)))
         said = [each for each in self._records[:-1] if isinstance(each, Message)]
-        self._records = [joined, *said, *self._records[-1:]]  # and the last membership, of those who met
+        self._records = [joined, *said, *self._records[-1:]]  # and the last membership, with which training begins
         self._joined = True
         return self._made
 
@@ -197,7 +197,7 @@ class ReplicaAgreement(Agreement, ABC):
         batch = [self._prepared.own(each) for each in next(self._prepared.loader)]
         self._prepared.loader.go_back()
         step.before_update = self.rehearse
-        step.guard = GradientGuard(guard.max_norm, guard.mesh)  # its own would skip all later steps, too
+        step.guard = GradientGuard(guard.max_norm, guard.mesh)  # after a NaN the original would skip all later steps
         step(*batch)
         step.guard = guard
         wait_for_parameters(step.model)
@@ -259,7 +259,7 @@ class ReplicaAgreement(Agreement, ABC):
         """Called by the manager when this replica has the others' state, or has begun to fetch it in pieces.
 
         Args:
-            seconds: since the manager asked for the quorum.
+            seconds: time since the manager requested the quorum.
         """
         now = time.perf_counter()
         n_before, place = self.n_there, self.manager.participating_rank()
@@ -281,7 +281,7 @@ class ReplicaAgreement(Agreement, ABC):
         return 0, 0
 
     def _exchange_lives(self) -> list[str]:
-        """Name and life of each live replica; one that is restarted has another life."""
+        """Return ``name/id`` of each live replica; a restarted replica has a new id."""
         rows = torch.zeros(self.n_there, _NAME_BYTES + 10, dtype=torch.int32, device=self._rank.device)
         own = self._life.encode()
         if self.number >= 0:
@@ -316,12 +316,12 @@ class ReplicaAgreement(Agreement, ABC):
         return about | {"settings": settings, "trains": self._joined and self.manager.current_step() > 0}
 
     def _made_by_peer(self) -> int:
-        """The steps that are in this state."""
+        """Return the number of steps that a peer that loads this state has made."""
         return self._made
 
     @property
     def newness(self) -> int:
-        """A number that is larger for more steps and differs for each replica, so that of those with equally many steps
+        """A number that grows with the steps made and differs between replicas. So among replicas with the most steps
         one is the peer of all others, which compare their weights with its."""
         return (self._made << 16) + int(self._life[-4:], 16)
 
@@ -335,7 +335,7 @@ class ReplicaAgreement(Agreement, ABC):
         return n_more > 0 and not state["trains"]
 
     def _load(self, state: dict[str, Any]) -> None:
-        """Take over a peer's state; raises ValueError if it trains something else."""
+        """Load a peer's state; raises ValueError if it trains something else."""
         self._check_alike(state)
         self._load_tensors(state["tensors"], state["settings"])
         self._prepared.loader.load_state_dict(state["loader"])
@@ -351,7 +351,7 @@ class ReplicaAgreement(Agreement, ABC):
 
     @torch.no_grad()
     def _load_tensors(self, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
-        """Take over the optimizer's state, which must be whole, and the model's tensors that are among ``tensors``."""
+        """Load the complete optimizer state, and those of the model's tensors that are among ``tensors``."""
         view = NamedState(self._step.model)
         for name, stretch in view.model().items():
             if name in tensors:
@@ -380,7 +380,7 @@ def name_of(life: str) -> str:
 
 
 def said_of(error: Exception | None) -> str:
-    """An error in a line, without the place in the source with which gloo begins."""
+    """Return an error's first line, without the source location that gloo puts first."""
     if error is None:
         return "another rank of this replica has failed"
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).splitlines()[0])

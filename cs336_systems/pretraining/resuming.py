@@ -1,4 +1,4 @@
-"""The beginning of a training session: load the newest checkpoint, open the log, and say what differs from before."""
+"""The beginning of a training session: load the newest checkpoint, open the log, report what differs from before."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -33,10 +33,10 @@ def resume(prepared: PreparedRun, tell: Callable[[str], None]) -> tuple[int, Bes
     """Load the newest complete checkpoint; a collective.
 
     Args:
-        tell: called with a sentence about each checkpoint that is passed over.
+        tell: called with a sentence about each checkpoint that is skipped.
 
     Returns:
-        The steps that are made, the best evaluation so far, and the checkpoint's folder; 0, none and None without one.
+        The number of steps made, the best evaluation so far, and the checkpoint's folder; 0, none and None without one.
 
     Raises:
         ValueError: it has made more steps than the run is to have.
@@ -58,11 +58,11 @@ def resume(prepared: PreparedRun, tell: Callable[[str], None]) -> tuple[int, Bes
 
 
 def open_log(prepared: PreparedRun, first_step: int, folder: Path, sinks: Sequence[Sink], found: Path | None) -> RunLog:
-    """Open the log and write how this session begins; a collective. Only the first rank's log writes anything.
+    """Open the log and write the session's first records; a collective. Only the first rank writes.
 
     Args:
         folder: the folder of the log.
-        found: the checkpoint that the run goes on from.
+        found: the checkpoint that the run resumes.
     """
     options, foreign = prepared.options, found is not None and prepared.origin != prepared.options.out
     logs, path = [RunLog()], folder / LOG

@@ -8,10 +8,10 @@ fields of its class; an ``options`` line also ``schema``, the version of all thi
 strings "NaN", "Infinity" and "-Infinity", as JSON has none. Steps are counted from 0; the ``step`` of evaluations,
 checkpoints and ends is the number of steps made before them, in earlier sessions, too.
 
-A session is the lines from one ``options`` line to the next: a run that resumes begins one, at its ``first_step``, and
-records of later steps in earlier sessions no longer hold. A reader passes over kinds and fields that it does not know,
-so the version goes up when one that is there changes its meaning. Logs of before 2026-11-27 may have two
-more, ``outlier`` and ``quantization``.
+A session is the lines from one ``options`` line to the next. A resumed run begins a session at its ``first_step``,
+which invalidates records of later steps in earlier sessions. Readers ignore unknown kinds and fields, so the version
+increases only when an existing one changes its meaning. Logs written before 2026-11-27 may have two more kinds,
+``outlier`` and ``quantization``.
 """
 
 import json
@@ -39,7 +39,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Session(Record):
-    """Every option of the session that begins here, as JSON has it, and the defaults; steps of the whole run."""
+    """The first line of a session: all its options and the defaults, as JSON values, and the steps of the whole run."""
 
     kind = "options"
     options: Mapping[str, Any]
@@ -71,7 +71,7 @@ class Model(Record):
 
 @dataclass(frozen=True)
 class Data(Record):
-    """The tokens to learn, and those held out, 0 if there are none."""
+    """The tokens to train on, and the held-out tokens, 0 if there are none."""
 
     kind = "data"
     folder: str
@@ -82,14 +82,14 @@ class Data(Record):
     evaluation_tokens: int
     tokens_per_step: int
     steps_per_epoch: float | None = None
-    """An epoch is of whole sequences; None in older logs."""
+    """Steps per epoch of whole sequences; None in older logs."""
 
 
 @dataclass(frozen=True)
 class Memory(Record):
     """One device's bytes by segment, such as weights, gradients, m, v, activations, head and loss, in all, free.
 
-    It is written once, predicted, and on a GPU or under memory limits a second time, with what two steps have taken.
+    The prediction is written first. On a GPU or under memory limits a second record has the bytes used after two steps.
     """
 
     kind = "memory"
@@ -113,9 +113,9 @@ class LoggedStep(Record):
     whole gradient before it is clipped.
 
     Attributes:
-        seconds: from the end of the step before it to its own, evaluations and saves left out.
-        around_seconds: the part of them in which the device was not yet or no longer at the step itself: loader, log, a
-            late host. Clipping is the step's.
+        seconds: from the end of the previous step to the end of this one, without evaluations and saves.
+        around_seconds: the part of ``seconds`` outside the step itself: loader, log, a late host. Clipping belongs to
+            the step.
     """
 
     kind = "step"
@@ -138,7 +138,7 @@ class Evaluation(Record):
     tokens: int
     seconds: float
     by_source: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Loss and epochs so far of each source, if there are several; the loss of all is their mean by their shares."""
+    """Loss and epochs so far of each source, if there are several; the total loss is their mean weighted by shares."""
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,13 @@ class TaskScores(Record):
 
 @dataclass(frozen=True)
 class LoggedCheckpoint(Record):
-    """A checkpoint that has been written; steps after it may be logged before it.
+    """A checkpoint that has been written; later steps may be logged before it.
 
     Attributes:
         n_bytes: the size of the first rank's part.
         stall_seconds: the time for which training waited.
         seconds: the time until it was written.
-        waited_seconds: the part of the stall until the checkpoint before was written.
+        waited_seconds: the part of the stall spent waiting for the previous checkpoint.
     """
 
     kind = "checkpoint"
@@ -171,21 +171,21 @@ class LoggedCheckpoint(Record):
 
 @dataclass(frozen=True)
 class Membership(Record):
-    """Which replicas there are from a step on; replica k of n has the k-th of n equal parts of a step's sequences.
+    """The live replicas from a step on; replica k of n takes the k-th of n equal parts of a step's sequences.
 
     Attributes:
-        there: their names, in the order of k.
-        number: the k of the replica that writes this; -1 while it still takes over the others' state.
-        sequence: the place of the step's first sequence in the endless order of ``loader.py``.
-        waited_seconds: the time until they had agreed on it, and this replica had the others' state.
-        healed_seconds: the time for which it fetched the state, under ``every-step`` while the others trained; 0 if it
-            had it.
-        gone: names of those that were there before and have died since; they may be there again.
-        lost: places in the endless order that replicas have learned from since the last average, the first and the one
-            after the last; the parts of those that are gone are in no weights. Of equal numbers if nothing is lost.
-        met_seconds: the part of ``waited_seconds`` until the lighthouse had answered; 0 if it names the group before.
-        connected_seconds: the part from then until the group was connected; what is left of it is the state.
-        exchanged_seconds: the time after all that for the group's first collective, which makes NCCL's connections.
+        there: the names of the live replicas, in the order of k.
+        number: the k of the replica that writes this; -1 while it still fetches the others' state.
+        sequence: the position of the step's first sequence in the endless order of ``loader.py``.
+        waited_seconds: the time until the replicas had agreed, and this one had the others' state.
+        healed_seconds: the time to fetch the state, under ``every-step`` while the others trained; 0 if none was
+            fetched.
+        gone: names of replicas that have died since the last record; they may be live again.
+        lost: (first, last + 1) position of the sequences since the last average, of which the parts of dead replicas
+            are in no weights; two equal numbers if nothing is lost.
+        met_seconds: the part of ``waited_seconds`` until the lighthouse answered; 0 if the group did not change.
+        connected_seconds: the next part, until the group was connected; the rest of it is for the state.
+        exchanged_seconds: the time, after all these, of the group's first collective, which makes NCCL's connections.
     """
 
     kind = "replicas"
@@ -204,12 +204,12 @@ class Membership(Record):
 
 @dataclass(frozen=True)
 class Joined(Record):
-    """How long a replica took until it asked for its first quorum; from then on others wait for it.
+    """The times of a replica's start, until it requested its first quorum; from then on others wait for it.
 
     Attributes:
-        started_seconds: from the start of its process until its ranks had met: imports, device, communicators.
-        prepared_seconds: until there were data, the model and the newest checkpoint.
-        warmed_up_seconds: until it had made a step that changes nothing, and knew what must be alike.
+        started_seconds: from the start of its process until its ranks were connected: imports, device, communicators.
+        prepared_seconds: from then until data, model and newest checkpoint were loaded.
+        warmed_up_seconds: from then until it had run the warm-up step and the checksums that replicas compare.
     """
 
     kind = "joined"
@@ -223,11 +223,11 @@ class Healing(Record):
     """A step in which a replica fetched pieces of the others' state.
 
     Attributes:
-        n_bytes: the bytes that came to stay.
-        n_bytes_left: those that are missing after it; 0 if this rank has the whole state.
-        gradients_seconds: from the beginning of the fetch until its own gradients were there.
-        averaged_seconds: from then until the gradients of all were averaged.
-        paused_seconds: from then until the pieces under way had come, for which the others wait.
+        n_bytes: the bytes received and kept.
+        n_bytes_left: the bytes still missing after the step; 0 if this rank has the whole state.
+        gradients_seconds: from the beginning of the fetch until its own gradients were computed.
+        averaged_seconds: from then until all gradients were averaged.
+        paused_seconds: from then until the pieces in flight had arrived, for which the others wait.
     """
 
     kind = "healing"
@@ -241,12 +241,12 @@ class Healing(Record):
 
 @dataclass(frozen=True)
 class Dropped(Record):
-    """A step of ``every-step``, or an average of ``diloco``, that changes nothing, and why.
+    """A step of ``every-step``, or an average of ``diloco``, that was dropped, and why.
 
     Attributes:
-        sequences: places in the endless order of all that the replicas had in hand: the first, and the one after the
-            last; they are dealt again unless ``again`` is False.
-        seconds: from the beginning of the step, or of the average, until it was dropped.
+        sequences: (first, last + 1) position of the replicas' sequences in the endless order.
+        again: whether these sequences are used again.
+        seconds: from the beginning of the step until it was dropped; 0 for an average.
     """
 
     kind = "dropped"
@@ -259,8 +259,9 @@ class Dropped(Record):
 
 @dataclass(frozen=True)
 class GpuState(Record):
-    """The state of the first rank's GPU when ``step`` was queued, by NVML, None where it says nothing; the reasons that
-    hold its clock down, separated by commas; memory that all processes use."""
+    """The state of the first rank's GPU when ``step`` was queued, from NVML; None for values that NVML does not have.
+
+    ``throttle`` are the reasons for a reduced clock, separated by commas; memory is that of all processes."""
 
     kind = "gpu"
     step: int
@@ -274,7 +275,7 @@ class GpuState(Record):
 
 @dataclass(frozen=True)
 class Message(Record):
-    """A sentence for people."""
+    """A sentence for the reader of the log."""
 
     kind = "message"
     text: str
@@ -298,17 +299,17 @@ HEAD = b'{"kind": "options", "schema": '
 
 
 def to_line(record: Record) -> bytes:
-    """The record's line, its end included; TypeError if it holds a value that JSON does not have, such as a tensor."""
+    """Return the record's line with its newline; raises TypeError for a value that JSON cannot hold, as a tensor."""
     head: dict[str, Any] = {"kind": record.kind} | ({"schema": SCHEMA} if isinstance(record, Session) else {})
     named = {one.name: getattr(record, one.name) for one in fields(record)}
     return json.dumps(_spelled(head | named), allow_nan=False, default=_as_json).encode() + b"\n"
 
 
 def from_line(line: bytes) -> Record | None:
-    """The record of a line; None of a kind that this version does not know.
+    """Parse a line; return None for a kind that this version does not know.
 
     Raises:
-        ValueError: it is no line of a log, or of another version.
+        ValueError: the line is not of a log, or is of another version.
     """
     try:
         said = json.loads(line)
@@ -344,7 +345,7 @@ def changed_options(before: Session, now: Session) -> str:
 
 
 def _spelled(value: Any) -> Any:
-    """A value with words for floats that are not finite, and lists for tuples."""
+    """Return a value with strings for floats that are not finite, and lists for tuples."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):

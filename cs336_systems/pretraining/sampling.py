@@ -2,10 +2,9 @@
 
     for token_id in generate(model, prompt_ids, temperature=0.8, top_p=0.95, max_tokens=200, seed=0): ...
 
-Keys (after their rotation) and values of every position are kept in two tensors that are allocated once, with the heads
-that the model has for them, so a token costs one pass over the weights and over the cache. Queries that share a
-key/value head are rows of one matrix product: no head is repeated. The prompt is read in parts, so its scores never
-grow with the square of its length.
+Rotated keys and values of every position are cached in two tensors that are allocated once, per key/value head, so a
+token costs one pass over the weights and the cache. Queries that share a key/value head are rows of one matmul, so no
+head is repeated. The prompt is processed in parts, so that memory for its scores does not grow quadratically.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -18,11 +17,11 @@ from torch import Tensor
 from cs336_systems.model import TransformerBlock, TransformerLM
 
 _PROMPT_PART = 512
-"""Tokens of the prompt that are read at once."""
+"""Tokens of the prompt that are processed at once."""
 
 
 class CachedModel:
-    """A model that remembers the positions of one sequence that it has seen, at most ``capacity``.
+    """A model with a key/value cache for the positions of one sequence, at most ``capacity``.
 
     Raises:
         ValueError: the capacity is beyond the model's context length.
@@ -39,7 +38,7 @@ class CachedModel:
 
     @torch.no_grad()
     def hidden(self, token_ids: Tensor) -> Tensor:
-        """Read (1, S) int64 ids that follow those seen before: (1, S, d_model), before the last norm."""
+        """Process the next ids, (1, S) int64; return (1, S, d_model), the input of the last norm."""
         model, start, end = self.model, self.length, self.length + token_ids.shape[1]
         assert end <= self._keys.shape[3], (end, self._keys.shape)
         cos, sin = (table[start:] for table in model.rotary(end))
@@ -61,7 +60,7 @@ class CachedModel:
 
 
 def _attend(q_BHSE: Tensor, k_BKNE: Tensor, v_BKNE: Tensor) -> Tensor:
-    """Causal softmax(q k^T / sqrt(E)) v for the last S of N positions; H / K queries share a key, unrepeated."""
+    """Return causal softmax(q k^T / sqrt(E)) v for the last S of N positions; H / K query heads share a key head."""
     n_queries, n_keys = q_BHSE.shape[2], k_BKNE.shape[2]
     q = rearrange(q_BHSE * q_BHSE.shape[-1] ** -0.5, "b (k g) s e -> b k (g s) e", k=k_BKNE.shape[1])
     scores = rearrange(q @ k_BKNE.mT, "b k (g s) n -> b k g s n", s=n_queries)
@@ -75,7 +74,7 @@ def probabilities(logits: Tensor, temperature: float = 1.0, top_p: float | None 
     """The probability of each next token, (V,), at least fp32, for logits (V,) at a temperature above 0.
 
     Args:
-        top_p: only the fewest of the likeliest tokens that have this probability together (Holtzman et al. 2020).
+        top_p: keep only the likeliest tokens, as few as have this total probability (Holtzman et al. 2020).
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     least = torch.finfo(wide.dtype).tiny  # smaller numbers are zeros in this dtype, and 0 / 0 is no probability
@@ -98,15 +97,15 @@ def generate(
     eos_ids: Collection[int] = (),
     n_ids: int | None = None,
 ) -> Iterator[int]:
-    """Continue a prompt: yields the ids that follow it, one of ``eos_ids`` last.
+    """Continue a prompt: yield the ids that follow it, up to and including one of ``eos_ids``.
 
-    Ends after ``max_tokens``, too, or when the context is full: a model of context C continues P tokens by at most
-    C - P + 1. The same seed gives the same ids on the same device.
+    Ends after ``max_tokens``, too, or when the context is full: with context length C and P prompt tokens, after at
+    most C - P + 1. The same seed gives the same ids on the same device.
 
     Args:
-        temperature: 0 takes the likeliest token.
-        top_p: as of ``probabilities``.
-        n_ids: the tokenizer's ids; those from there on are never drawn.
+        temperature: 0 always takes the likeliest token.
+        top_p: as in ``probabilities``.
+        n_ids: the tokenizer's number of ids; larger ids are never drawn.
 
     Raises:
         ValueError: the prompt is empty, longer than the context or beyond the vocabulary, a number is out of range, or

@@ -1,7 +1,9 @@
 """The learning rate of each step of a run.
 
-rate = LearningRate(peak=3e-4, n_steps=10_000, kind="wsd", warmup_steps=200)
-rate(0)  # 1.5e-6, of the first step
+    rate = LearningRate(peak=3e-4, n_steps=10_000, kind="wsd", warmup_steps=200)
+    rate(0)  # 1.5e-6, of the first step
+
+It depends on the step alone.
 """
 
 import math
@@ -10,12 +12,12 @@ from typing import Literal
 
 ScheduleKind = Literal["cosine", "linear", "wsd", "constant"]
 _COOLDOWN_SHARE = 0.2
-"""The share of all steps from which wsd is as good as a cosine (Hägele et al. 2024)."""
+"""The least share of steps in the decay of wsd with which it is as good as a cosine (Hägele et al. 2024)."""
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning rate as a function of the step alone, so that a run that resumes has nothing to restore.
+    """The learning rate as a function of the step alone, so that a resumed run has no schedule state to restore.
 
     With W steps of warm-up, N in total and f the final fraction, step s has
 
@@ -27,7 +29,7 @@ class LearningRate:
                   peak (f + (1 - f) (1 - sqrt(t)))               t = (s - (N - C)) / C; Hägele et al. 2024
 
     so t is 0 at the first step after the warm-up, and 1 at step N, which a run of N steps does not make. Beyond N the
-    rate stays.
+    rate is constant.
 
     Attributes:
         peak: the highest rate.

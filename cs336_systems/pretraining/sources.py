@@ -1,4 +1,4 @@
-"""What ``--data`` names: a folder, or several with their shares of the sequences, as in ``web=0.7 code=0.3``."""
+"""The sources of ``--data``: a folder, or several with their shares of the sequences, as in ``web=0.7 code=0.3``."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 _MOST_DIGITS = 6
-"""Digits of a share behind the point: products of a share's numerator with any step's sequences fit into 64 bits."""
+"""The most decimal places of a share, so that its numerator times any number of sequences fits into 64 bits."""
 
 
 class Source(NamedTuple):
-    """A folder of ``tokenize_data.py`` and its share of the sequences, exact."""
+    """A folder of ``tokenize_data.py`` and its exact share of the sequences."""
 
     folder: Path
     share: Fraction
 
 
 def sources_of(data: Path | Sequence[Path] | None) -> list[Source]:
-    """The sources that an option names, none for None.
+    """Parse the sources that an option names; empty for None.
 
     Raises:
         ValueError: a share is missing, no number or not positive, all do not add up to 1, or a folder is named twice.

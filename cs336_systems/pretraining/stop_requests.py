@@ -36,13 +36,13 @@ class Outcome:
 
 
 class StopRequests:
-    """Listens for signals while it is entered, in the main thread; elsewhere none arrives, and only time counts.
+    """Handles signals inside the context, in the main thread; in other threads only the time limit applies.
 
-    A second signal of the same kind does what it always did.
+    A second signal of the same kind has its original effect.
 
     Args:
-        ends_at: a value of ``time.monotonic``; None for no end.
-        heard: called by the first signal.
+        ends_at: the time limit, a value of ``time.monotonic``; None for none.
+        heard: called on the first signal.
     """
 
     def __init__(self, ends_at: float | None = None, heard: Callable[[], None] = lambda: None) -> None:

@@ -16,16 +16,16 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 def score_tasks(
     folder: Path, tasks: Sequence[str], *, batch_size: int, device: str, dtype: str, limit: int | None = None
 ) -> dict[str, dict[str, float]]:
-    """The scores of each task by name, such as acc and acc_stderr.
+    """Return each task's scores by name, such as acc and acc_stderr.
 
     Args:
-        tasks: names that lm-eval knows, or YAML files, each named like the one task that it describes.
-        batch_size: sequences at a time.
+        tasks: names that lm-eval knows, or YAML files, each named like its only task.
+        batch_size: sequences per batch.
         dtype: fp32 or bf16.
-        limit: how many examples of each task are taken, from its first; None takes all.
+        limit: evaluate only this many examples of each task, from the first on; None takes all.
 
     Raises:
-        ValueError: lm-eval is not installed, or knows no such task.
+        ValueError: lm-eval is not installed, or does not know a task.
     """
     try:
         import lm_eval
@@ -50,7 +50,7 @@ def score_tasks(
 
 
 def _numbers(scores: Mapping[str, Any]) -> dict[str, float]:
-    """Scores by name; lm-eval appends a comma and a filter to names, which is dropped if it is ``none``."""
+    """Return scores by name, without the suffix ``,none`` that lm-eval adds to names without a filter."""
     return {
         name.removesuffix(",none"): float(value)
         for name, value in scores.items()

@@ -7,8 +7,8 @@
                                                             # what the template puts there, as <|begin_of_text|>
     path.write_text(tokenizer.json())                       # for tokenizers.Tokenizer.from_file, to decode samples
 
-Byte-level BPE (Radford et al. 2019) merges bytes within words, so every text can be written and read back. Text that
-spells a special token is text, never that token. Truncation and padding in a ``tokenizer.json`` are not obeyed. Ids are
+Byte-level BPE (Radford et al. 2019) merges bytes within words, so every text is encoded and decoded losslessly. Text
+that spells a special token is encoded as text. Truncation and padding in a ``tokenizer.json`` are ignored. Ids are
 below ``vocab_size``, and ``eos_id`` ends each document.
 """
 

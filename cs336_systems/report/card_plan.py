@@ -1,6 +1,8 @@
 """A plan of ``pretraining/card_plan.py`` on the console and as a figure: ``--print-plan`` of commands that train.
 
     code = print_plans([options], asked, "train.py", ["zero"])  # tables, a sentence on fp8, and one JSON object
+
+Nothing is run: all numbers are predictions.
 """
 
 from __future__ import annotations
