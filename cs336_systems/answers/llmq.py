@@ -28,8 +28,8 @@ from cs336_systems.hardware import Hardware, hardware_named
 
 ROWS = Path(__file__).with_name("llmq.csv")
 SHARES = replace(ours_on(hardware_named("h100"), "2026-11-29"), products=1.0056, memory=0.9388, quantized=0.9569)
-"""llm.q's shares of a GPU's rates, the same for all GPUs. The three in ``FITTED`` were fitted on the named tenth of each
-GPU's rows; the others are this suite's on the day of the fit."""
+"""llm.q's shares of a GPU's rates, equal for all GPUs. Those in ``FITTED`` were fitted on the named tenth of each GPU's
+rows; the others are this suite's on the day of the fit."""
 FITTED = ("products", "memory", "quantized")
 
 LENGTH = 1024

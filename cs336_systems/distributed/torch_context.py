@@ -5,8 +5,8 @@
         o.backward(do)                                                        # inside the context, too
 
 A rank holds the tokens of the order ``zigzag``, torch's "head-tail". It attends to its own keys while it receives
-others: in order ``torch`` from its neighbour on a ring, in ``torch-gathered`` by an all-gather. In both orders gradients
-of keys are sent around the ring in fp32 for all keys, even if a rank has used only half of them. Query heads may share
+others: in order ``torch`` from its neighbour on a ring, in ``torch-gathered`` by an all-gather. In both, gradients of
+all keys are sent around the ring in fp32, even if a rank has used only half of the keys. Query heads may share
 key/value heads. Torch has kernels for this only on CUDA, and changes every call of
 ``F.scaled_dot_product_attention`` in the process.
 """
