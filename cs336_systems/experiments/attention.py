@@ -238,15 +238,15 @@ _ERRORS = {"forward": ("error_o",), "backward": ("error_dq", "error_dk", "error_
 
 
 def heads_of(heads: int, kv_heads: int) -> str:
-    """Query heads, and behind a slash key/value heads where they are fewer."""
+    """Return the query heads, followed by a slash and the key/value heads if these are fewer."""
     return f"{heads}/{kv_heads}" if kv_heads not in (0, heads) else str(heads)
 
 
 def comparison_table(rows: pd.DataFrame, ours: str = "flash", clock: Clock = "harness", errors: bool = False) -> Table:
-    """Forward, backward and both of ``ours`` at each shape, and every other's time over it in the same repeats.
+    """Return times of ``ours`` for forward, backward and both at each shape, and others' ratios in the same repeats.
 
-    Where another failed, its status stands. With ``errors`` a column for each has its largest error: in forward that of
-    the output, in backward that of the gradients.
+    A failed implementation shows its status. With ``errors`` each has a column with its largest error: of the output in
+    forward, of the gradients in backward.
     """
     times = _times(rows, _SHAPE, clock)
     over = times.div(times[ours], axis=0).drop(columns=ours).add_suffix(f" / {ours}")

@@ -1,9 +1,9 @@
 """Forward and backward of blocks: time, what is kept between them, the peak, and errors.
 
-Ways are interleaved in one process, on the same weights, input and arriving gradient. Backward computes the gradients
-of the input and of every weight into new memory. *Kept* is the growth of allocated memory over forward, by block: the
-output is there then, in place of which the input counts, as the output of one block is the input of the next. Results
-on a short sequence are compared with those in fp64; of blocks in fp8, the directions of gradients with those in fp32.
+Ways are interleaved in one process, on the same weights, input and output gradient. Backward computes the gradients of
+the input and of every weight into new memory. *Kept* is the growth of allocated memory during forward, per block. It
+includes the output instead of the input, since one block's output is the next one's input. Results on a short sequence
+are compared with fp64; for blocks in fp8, the directions of gradients are compared with fp32.
 
 Weights of this suite's matmuls in fp8 are quantized before the clock (once a step in training), activations and
 gradients inside it. Torchao's float8 replaces the linear layers of the reference block, which is then compiled, as its

@@ -1,15 +1,15 @@
 """What does each form of data parallelism gain? One training step on every rank, and what communication adds to it.
 
-**Exposed communication** is the time of a step less that of the same step without communication (``no_sync``), both of
-the same replica in the same process, interleaved: with, without, with. It is all that synchronising adds to a step. A
-clock around the collectives would start while backward still runs and book backward's end as communication.
-Recordings of both steps (``--trace``) say what it is made of:
+**Exposed communication** is the time of a step minus that of the same step without communication (``no_sync``), both
+with the same replica in the same process, interleaved: with, without, with. It is everything that synchronisation adds.
+A timer around the collectives would start while backward still runs and count the end of backward as communication.
+Recordings of both steps (``--trace``) show its parts:
 
-    waited      only collectives run: what backward does not hide, waiting for slower ranks included
-    slowed      what the step's other kernels take longer while collectives run beside them
+    waited      only collectives run: not hidden by backward, including waits for slower ranks
+    slowed      the additional time of the step's other kernels while collectives overlap with them
 
-Steps without communication let replicas drift apart, so parameters and optimizer state are made rank 0's again after
-them. When all is measured, every parameter must be the same bits on every rank, or the cell fails.
+Replicas diverge in steps without communication, so rank 0's parameters and optimizer state are broadcast after them.
+After the measurement every parameter must be bit-identical on all ranks, or the cell fails.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 Rung = Literal["naive", "flat", "overlapped", "bucketed", "torch"]
 
 _SIZED = ("bucketed", "torch")
-"""Rungs that take a bucket size."""
+"""Rungs with a bucket size."""
 
 _LOCAL = "local"
 """Prefix of the metrics of the step without communication."""
@@ -95,7 +95,7 @@ class DataParallelCell(RankedCase):
 
     @property
     def _words(self) -> list[str]:
-        """The rung's settings that are not the usual ones, each as a word."""
+        """Return words for the rung's settings that are not the defaults."""
         bucket = [] if self.bucket_size_mb is None else [f"{self.bucket_size_mb:g}mb"]
         sent = [] if self.communication_dtype == "same" else [f"sent-{self.communication_dtype}"]
         return bucket + sent + ([f"{self.max_ctas}ctas"] if self.max_ctas else [])
@@ -136,7 +136,7 @@ def make_cells(options: Any) -> list[DataParallelCell]:
 
 
 def phases_without_communication(prepared: PreparedStep) -> dict[str, Callable[[], None]]:
-    """Forward, backward and optimizer of a step that sends nothing."""
+    """Return forward, backward and optimizer of a step without communication."""
     no_sync: Callable[[], AbstractContextManager[None]] = prepared.step.model.no_sync  # type: ignore[assignment]
 
     def quietly(phase: Callable[[], None]) -> None:
@@ -147,7 +147,7 @@ def phases_without_communication(prepared: PreparedStep) -> dict[str, Callable[[
 
 
 def reunite(prepared: PreparedStep) -> None:
-    """Make parameters and optimizer state rank 0's."""
+    """Broadcast rank 0's parameters and optimizer state."""
     import torch
 
     from cs336_systems.distributed.buckets import broadcast_from_rank_0
@@ -158,13 +158,13 @@ def reunite(prepared: PreparedStep) -> None:
 
 
 def measure(cell: DataParallelCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
-    """Everything about one cell; recordings are of rank 0.
+    """Measure one cell; only rank 0 is recorded.
 
-    Steps with communication are timed in two rounds, or in one if it is a single step; between them steps without it.
-    A turn after the first has one round, and none without.
+    Steps with communication are timed in two rounds, or in one if it is a single step; steps without it are timed
+    between the rounds. Later repeats have one round, and no steps without communication.
 
     Raises:
-        PredictedOutOfMemory: the eager model would not fit beside those of this machine's other ranks.
+        PredictedOutOfMemory: the eager models of this machine's ranks would not fit together.
         RuntimeError: the replicas ended with different parameters.
         FloatingPointError: the loss is not finite.
     """
@@ -209,7 +209,7 @@ _PEER, _PEER_BUCKET_MIB = "torch", "25"
 
 
 def _over_torch(line: Line) -> Spread | None:
-    """The step's ratio to that of torch's DDP; of rungs without buckets, to its usual ones."""
+    """Return the step's ratio to torch DDP's with the same bucket size, or its default for rungs without buckets."""
     if line.settings["ddp"] == _PEER:
         return None
     bucket = line.settings["bucket_size_mb"] or _PEER_BUCKET_MIB

@@ -4,9 +4,9 @@ Replicas of one model train on this machine, each a world of one rank, as ``trai
 number and H, step s of all together learns the same sequences, those of one process with the whole batch: a point of
 held-out loss against tokens compares only how replicas agree. Data parallelism is ``every-step``.
 
-Bytes are those that a replica hands to collectives, as a ring sends them; a run fails if they are not what
-``costs/parallelism/local_steps.py`` predicts. Between averages nobody has the weights of all, so DiLoCo's loss is
-known at averages alone. ``diloco_measure.py`` runs a cell.
+Bytes are those that a replica's collectives send on a ring; a run fails if they differ from the prediction of
+``costs/parallelism/local_steps.py``. Between averages there are no common weights, so DiLoCo's loss is measured only at
+averages. ``diloco_measure.py`` runs a cell.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class DilocoCell:
 
     @property
     def runs(self) -> list[TrainOptions]:
-        """The run, preceded by the run by data parallelism from whose checkpoint it goes on, if there is one."""
+        """Return the run, preceded by the data-parallel run whose checkpoint it resumes, if there is one."""
         asked = self.train_options
         if not self.first_steps:
             return [asked]
@@ -119,7 +119,7 @@ class DilocoCell:
         return [replace(begins, warmup_steps=warmup, **first), replace(asked, warmup_steps=warmup)]
 
     def predicted_bytes(self, n_parameters: int) -> float:
-        """The bytes that a replica sends in the whole run, as arithmetic has them."""
+        """Return the predicted bytes that a replica sends in the whole run."""
         element_bytes = 2 if self.dtype == "bf16" else 4
         how: dict[str, Any] = {"element_bytes": element_bytes, "in_8_bits": self.agree_dtype == "fp8"}
         apart = sent_bytes_per_step(n_parameters, self.world_size, self.agree_every or 1, **how)

@@ -1,4 +1,4 @@
-"""A run of replicas that agree, each on a rank of its own, and what it learned and sent by each evaluation."""
+"""A run of replicas, one per rank: held-out loss and bytes sent at each evaluation."""
 
 import statistics
 import tempfile
@@ -21,9 +21,9 @@ from cs336_systems.pretraining.run_records import Dropped, Evaluation, LoggedSte
 from cs336_systems.pretraining.trainer import train
 
 _PATIENCE = timedelta(seconds=600)
-"""The time for which replicas that live are waited for: nobody is to die here."""
+"""How long live replicas are waited for; none dies here."""
 _TOLERANCE = 0.01
-"""The share by which bytes may differ from arithmetic, which counts no losses, no reasons to stop and no padding."""
+"""Relative tolerance of bytes: the prediction does not count losses, reasons to stop and padding."""
 
 
 class Watch:

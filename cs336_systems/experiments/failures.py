@@ -4,12 +4,12 @@ Three runs of ``train.py``'s trainer on the same tokens per step: replicas that 
 alone; the same with processes killed at random steps; and as many data-parallel ranks, all of which are started again
 from the newest checkpoint when one is killed. ``failures_measure.py`` runs them and reads seconds from their logs.
 
-Goodput is the share of time that became steps kept: their number, times the mean time of a step in which nobody died,
-over the time from the first step's end to the last's. It is predicted by ``costs/parallelism/failures.py``
-from the median cost of a kill and the number of kills, and then for jobs of more nodes, divided among as
-many replicas as here. Limits: all processes are of one machine. A replica comes back from a server that has
-imported everything (as ``train.py --replicas`` starts it), restarted ranks are new interpreters; a node that has to be
-replaced takes longer, and while it does, the other replicas train and the restarted job waits.
+Goodput is the share of time spent on steps that count: their number times the mean time of a step without a death, over
+the time from the end of the first step to the end of the last. ``costs/parallelism/failures.py`` predicts it from the
+median cost and the number of kills, for this run and for jobs on more nodes with the same number of replicas. Limits:
+all processes are on one machine. A replica is forked from a server with all imports done (as ``train.py --replicas``
+does), while restarted ranks are new interpreters. Replacing a node would take longer; meanwhile the other replicas
+would train, and the restarted job would wait.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ NODES = (1, 100, 1_000, 10_000)
 _DRAWN = (10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000, 100_000)
 """Nodes in the figure."""
 _AGREE_TIMEOUT_S = 20.0
-"""--agree-timeout of the replicas: nobody stalls, so that who waits this long waits in vain."""
+"""--agree-timeout of the replicas: none stalls, so a longer wait would be in vain."""
 _QUIET_STEPS = 2
-"""Steps at the beginning and at the end of a run in which nobody is killed."""
+"""Steps at the beginning and at the end of a run without kills."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def make_cells(options: Any) -> list[FailureCell]:
 
 
 def _replicated(line: Line, mtbf_s: float) -> ReplicatedJob | None:
-    """A job of such replicas, with the costs of a kill that the line has; None if it has none."""
+    """Return a job of such replicas with the line's costs of a kill, or None if it has none."""
     stop, back, step = line.median("stop"), line.median("healed"), line.median("mean_step")
     if stop is None or step is None:
         return None
@@ -180,7 +180,7 @@ def _replicated(line: Line, mtbf_s: float) -> ReplicatedJob | None:
 
 
 def _predicted(line: Line) -> float | None:
-    """Goodput of replicas that are killed as often as in this run."""
+    """Return the predicted goodput of replicas that are killed as often as in this run."""
     step = line.median("mean_step")
     if line.settings["how"] != REPLICAS or not line.median("stop") or step is None:
         return None
@@ -247,7 +247,7 @@ def _pairs(rows: pd.DataFrame) -> Iterator[tuple[Line, Line]]:
 
 
 def _goodputs(line: Line, restarted: Line, n_nodes: int) -> tuple[float | None, float, float]:
-    """Goodput of replicas (None of a single node), of restarts, and the seconds between checkpoints for these."""
+    """Return goodput of replicas (None for one node), goodput of restarts, and their seconds between checkpoints."""
     mtbf_s = mean_time_between_failures(n_nodes)
     job = _replicated(line, mtbf_s)
     stop, stall = restarted.median("stop"), restarted.median("stall")

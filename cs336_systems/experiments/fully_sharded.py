@@ -1,13 +1,13 @@
 """What does full sharding save, and what does it cost? Time, memory by kind, what is sent and what is waited for.
 
-A cell is one implementation: ours, torch's FSDP2 (``fully_shard`` of the embedding, of every block, and of norm and
-head, as torchtitan applies it), or our bucketed DDP, which holds everything whole. All run the same model from the
-same seed on the same data, with FP32 master weights and, under ``bf16-compute``, bf16 weights and fp32 reductions (DDP
-then computes under bf16 autocast), or with everything in bf16. Repeats of the grid measure them interleaved.
+A cell is one implementation: this suite's, torch's FSDP2 (``fully_shard`` of the embedding, of every block, and of norm
+and head, as torchtitan applies it), or this suite's bucketed DDP without sharding. All run the same model from the same
+seed on the same data. They have FP32 master weights and, under ``bf16-compute``, bf16 weights and fp32 reductions (DDP
+then computes under bf16 autocast), or everything in bf16. Repeats of the grid measure them interleaved.
 
-Of a recorded step a second table says where its time goes, by phase and kind of work: every moment is in one of the
-parts (``profiling/communication.py``). Where blocks are written out and the device is known, the least that each could
-take (``costs/speed_of_light.py``) stands beside it: what is above that is where time is to be had.
+For a recorded step a second table divides its time by phase and kind of work; the parts add up to the step
+(``profiling/communication.py``). With a hand-written backward and a known device it also shows each part's lower bound
+(``costs/speed_of_light.py``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BF16_COMPUTE = "bf16-compute"
 
 _WRAPPERS = {OURS: "fsdp", TORCH: "fsdp2", DDP: "bucketed"}
 _OF_OURS = {"prefetch": None, "update": "after-backward", "gather_by": "collectives"}
-"""Settings that only ours has, and their values for the others."""
+"""Settings of this suite's implementation only, and the values that others' cells have in these columns."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class FullyShardedCell(RankedCase):
 
     @property
     def precision(self) -> Precision:
-        """The precision of the step itself: FSDP casts weights on its own, DDP leaves that to autocast."""
+        """The precision of the step itself: FSDP casts weights, DDP uses autocast."""
         if self.dtype == BF16_COMPUTE:
             return PRECISIONS["autocast-bf16" if self.fsdp == DDP else "fp32"]
         return PRECISIONS[self.dtype]
@@ -105,7 +105,7 @@ class FullyShardedCell(RankedCase):
 
     @property
     def _unusual(self) -> list[str]:
-        """Words for what only ours has."""
+        """Return words for settings of this suite's implementation that are not the defaults."""
         ahead = [] if self.prefetch is None else [f"ahead{self.prefetch}"]
         return ahead + [
             getattr(self, name) for name in ("update", "gather_by") if getattr(self, name) != _OF_OURS[name]
@@ -140,7 +140,7 @@ _PEER: dict[str, Any] = TORCH_AT_ITS_FASTEST | _OF_OURS | {"fsdp": TORCH, "losse
 
 
 def make_cells(options: Any) -> list[FullyShardedCell]:
-    """The grid, in turns with its peers."""
+    """Return the grid, interleaved with its peers."""
     asked = {name: getattr(options, name) for name in _OF_OURS}
     for name, values in asked.items():
         if OURS not in options.fsdp and values != getattr(Options, name):
@@ -157,13 +157,13 @@ def make_cells(options: Any) -> list[FullyShardedCell]:
 
 
 _WORK = {"gpu", "device", "size", "dtype", "batch_size", "accumulate", "context_length", "world_size"}
-"""Settings in which different ways to do the same work agree."""
+"""Settings that are equal if two cells do the same work."""
 _OURS_ALONE = {"fsdp", "do_bench", "losses", *_OF_OURS}
-"""Settings in which a peer may differ from ours and still has the same settings."""
+"""Settings that are ignored when a peer is said to have the same settings."""
 
 
 def _over_fsdp2(line: Line) -> Spread | None:
-    """The step's ratio to the fastest one of torch's implementation: of those under the same settings, else of all."""
+    """Return the step's ratio to torch's fastest: among lines with the same settings, or else among all."""
     if line.settings["fsdp"] == TORCH:
         return None
     for names in (line.settings.keys() - _OURS_ALONE, line.settings.keys() & _WORK):
@@ -227,7 +227,7 @@ def recorded_lines(rows: pd.DataFrame) -> list[Line]:
 
 
 def _least(said: Mapping[str, Any]) -> Mapping[tuple[str, str], float]:
-    """Least milliseconds by phase and kind under a line's settings; none where they are not known."""
+    """Return lower bounds in ms by phase and kind for a line's settings; empty if unknown."""
     hardware, precision = find_hardware(str(said["gpu"])), PRECISIONS.get(str(said["dtype"]))
     if hardware is None or hardware.memory_bytes_per_s is None or precision is None or said["keep"] == "autograd":
         return {}
@@ -237,7 +237,7 @@ def _least(said: Mapping[str, Any]) -> Mapping[tuple[str, str], float]:
 
 
 def breakdown_table(line: Line) -> Table:
-    """A row for each kind of work, and one for all: milliseconds of each phase and their bounds."""
+    """Return a table with a row per kind of work and one for all: milliseconds of each phase, and lower bounds."""
     import pandas as pd
 
     from cs336_systems.profiling.communication import KINDS

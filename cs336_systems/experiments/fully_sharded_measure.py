@@ -1,8 +1,8 @@
 """How ``fully_sharded.py`` measures a cell: one training step of a fully sharded model on every rank, and its losses.
 
-Losses are those of steps on one batch, from the same weights, beside the reference step's: the handout's model by plain
-PyTorch in IEEE fp32, under the same sharding, with states of 16 bytes a parameter. It begins with the cell's own
-weights, widened, which loses nothing. Neither step is timed.
+The losses of several steps on one batch are compared with a reference's from the same weights: the handout's model in
+plain PyTorch and IEEE fp32, under the same sharding, with 16 bytes of state per parameter. It starts from the cell's
+weights, converted to fp32 exactly. These steps are not timed.
 """
 
 import gc
@@ -44,11 +44,11 @@ from cs336_systems.training import random_batch
 from cs336_systems.training.assemble import build_model, finish
 
 _WATCHED_STEPS = 3
-"""Steps in which waits for weights are timed; no more than are timed as a whole."""
+"""The most steps in which waits for weights are timed; no more than the timed steps."""
 
 _STEP = 0.004
-"""Learning rate times d_model: one step of AdamW moves what a matmul returns by about as much at every width. With
-more the loss of 20 steps on one batch comes near zero, where shares of it mean nothing."""
+"""Learning rate times d_model, so that one AdamW step changes a matmul's output about equally at every width. With a
+higher rate, the loss after 20 steps on one batch is near zero, where relative differences mean nothing."""
 
 _EXACT: dict[str, Any] = {
     **{name: getattr(FullyShardedCell, name) for name in ("kernels", "keep", "master", "offload", "update", *RECIPE)},
@@ -57,7 +57,7 @@ _EXACT: dict[str, Any] = {
 
 
 def _held_and_sent(prepared: PreparedStep) -> tuple[dict[str, int], list[Event]]:
-    """Bytes that this rank holds of parameters, gradients and optimizer state, and the collectives, of one step."""
+    """Run a step; return this rank's bytes of parameters, gradients and optimizer state, and the collectives."""
     *passes, optimizer = prepared.phases().values()
     model, states = prepared.step.model, prepared.step.optimizer.state
     with Traffic() as traffic:
@@ -71,16 +71,16 @@ def _held_and_sent(prepared: PreparedStep) -> tuple[dict[str, int], list[Event]]
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind these tensors on this rank, each counted once."""
+    """Return the bytes of the tensors' storages on this rank, each counted once."""
     locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     return sum({local.untyped_storage().data_ptr(): local.untyped_storage().nbytes() for local in locals_}.values())
 
 
 def _gather_waits(prepared: PreparedStep) -> list[Metric]:
-    """Time how long the units of our FSDP wait for their weights, on this rank, in steps of their own.
+    """Time how long the units of this suite's FSDP wait for their weights on this rank, in separate steps.
 
-    Each wait is counted once, and lengthens the step by as much. Yet a step that waits for nothing is not shorter by
-    the sum: a gather that is in time runs beside kernels, and slows them.
+    Each wait lengthens the step and is counted once. Without waits the step would still not be shorter by their sum: a
+    gather that overlaps with kernels slows them.
     """
     assert isinstance(prepared.step.model, FSDP)
     found = []
@@ -98,10 +98,10 @@ def _gather_waits(prepared: PreparedStep) -> list[Metric]:
 
 
 def measure(cell: FullyShardedCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
-    """Everything about one cell; a recording of rank 0 stays.
+    """Measure one cell; only rank 0 is recorded.
 
     Raises:
-        PredictedOutOfMemory: the states alone would not fit beside those of this machine's other ranks.
+        PredictedOutOfMemory: the states of this machine's ranks alone would not fit.
         FloatingPointError: the loss is not finite on some rank.
     """
     needed = check_fit(cell, rank=rank)
@@ -116,7 +116,7 @@ def measure(cell: FullyShardedCell, rank: Rank, *, effort: Effort = EFFORT) -> l
     times.warmup_ms = warmup.samples_ms.get(WHOLE, [])
     metrics = time_metrics(times, cell) + peak_metrics(meter, rank) + losses
     for name, unit in {"sm_mhz": "MHz", "power_w": "W"}.items():
-        if read := readings.values(name):  # a CPU says neither
+        if read := readings.values(name):  # a CPU reports neither
             metrics.append(Metric(name, f"{unit}, rank 0's GPU, in the timed steps", read))
     metrics += in_gib(predicted_peak=needed) if is_predictable(cell) else []
     if cell.repeat == 0:
@@ -132,7 +132,7 @@ def measure(cell: FullyShardedCell, rank: Rank, *, effort: Effort = EFFORT) -> l
 
 
 def _states_and_traffic(prepared: PreparedStep, rank: Rank) -> list[Metric]:
-    """Bytes held on the fullest rank and sent by one, each beside its prediction."""
+    """Return bytes held on the fullest rank and sent per rank, each with its prediction."""
     cell: FullyShardedCell = prepared.cell
     predicted = sum(predicted_states(cell, 1 if cell.fsdp == DDP else cell.world_size).values())
     own, sent = _held_and_sent(prepared)
@@ -157,7 +157,7 @@ def _states_and_traffic(prepared: PreparedStep, rank: Rank) -> list[Metric]:
 
 
 def loss_metrics(cell: FullyShardedCell, rank: Rank) -> list[Metric]:
-    """The mean loss of all ranks before each of ``cell.losses`` steps, the reference's, and the largest difference."""
+    """Return the ranks' mean loss before each of ``cell.losses`` steps, the reference's, and the largest difference."""
     own, start = _losses(cell, rank)
     reference, _ = _losses(replace(cell, **_EXACT), rank, start)
     off = [100 * abs(loss / right - 1) for loss, right in zip(own, reference, strict=True)]
@@ -172,8 +172,10 @@ def loss_metrics(cell: FullyShardedCell, rank: Rank) -> list[Metric]:
 def _losses(
     cell: FullyShardedCell, rank: Rank, start: dict[str, Tensor] | None = None
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The mean loss of all ranks before each step, and the weights of the first, which are ``start`` if given; the
-    model is gone afterwards, and its memory back at the device: what comes next takes other sizes."""
+    """Return the ranks' mean loss before each step, and the initial weights, which are ``start`` if given.
+
+    The model is freed and its memory returned to the device, as later allocations have other sizes.
+    """
     step, batch = finish(build_model(cell, rank), cell, rank, lr=_STEP / cell.config.d_model), random_batch(cell, rank)
     first: dict[str, Tensor] = {}
     with torch.no_grad():

@@ -1,9 +1,8 @@
 """What do ranks gain by sharing a batch? One step over a mesh of pipeline, replica, shard, context and tensor ranks.
 
-A cell is one division of the ranks. Those that differ in data alone have batches of their own, so that their tokens
-add up; those along context and tensor share one. Scaling compares tokens/s per rank with those of one rank alone on the
-same batch: it is 100 % where sharing costs nothing, and what is missing is communication, smaller matrices, and work
-that every rank does. Recorded steps (``--trace``) say how long nothing but communication runs.
+A cell is one mesh. Data ranks have different batches; context and tensor ranks share one. Scaling is tokens/s per rank
+relative to a single rank on the same batch. It is 100 % if sharing costs nothing; the loss is due to communication,
+smaller matrices, and work that every rank repeats. Recorded steps (``--trace``) show how long only communication runs.
 
 ``mesh_measure.py`` runs a cell.
 """
@@ -40,7 +39,7 @@ DATA = {"ddp": "bucketed", "fsdp": "fsdp", "fsdp2": "fsdp2"}
 
 @dataclass(frozen=True)
 class MeshCell(RankedCase):
-    """One division of the ranks; the fields are columns, the batch is that of the ranks that share it."""
+    """One mesh of ranks; the fields are columns, and the batch size is per group of ranks that share a batch."""
 
     part: str = option(
         "step",
@@ -93,7 +92,7 @@ class MeshCell(RankedCase):
 
     @property
     def _words(self) -> list[str]:
-        """The dimensions that have several ranks."""
+        """Return words for the dimensions that have several ranks."""
         n_data = self.world_size // self.parallel.ranks_per_batch
         sizes = {"replica": self.replicas, self.weights: n_data // self.replicas}
         sizes |= {self.context_order: self.context, "tensor": self.tensor, self.pipeline_schedule: self.pipeline}
@@ -122,9 +121,9 @@ Options: Any = options_of(MeshCell, Asked, cpu=RankedRun.CPU_DEFAULTS | {"batch_
 
 _PLAIN = ("weights", "replicas", "context_order", "tensor_by", *PIPELINE[1:])
 PLAIN: dict[str, Any] = {name: getattr(MeshCell, name) for name in _PLAIN}
-"""The values of columns that do not matter to a cell."""
+"""Default values of the columns that may not matter to a cell."""
 ALONE = {"tensor": 1, "context": 1, "pipeline": 1} | PLAIN
-"""Columns of one rank."""
+"""Columns of a cell on a single rank."""
 
 
 def _exchanges(tensor_by: str, pipeline_by: str) -> list[str]:
@@ -135,10 +134,10 @@ def _exchanges(tensor_by: str, pipeline_by: str) -> list[str]:
 
 
 def make_cells(options: Any) -> list[MeshCell]:
-    """The grid of the divisions that the numbers of ranks have.
+    """Return the grid of all meshes of the given numbers of ranks.
 
     Raises:
-        ValueError: a value that no cell can have, or no division fits.
+        ValueError: a value is invalid for every cell, or no mesh fits.
     """
     asked = [(tensor, context) for tensor in options.tensor for context in options.context]
     ranks = options.world_size
@@ -167,7 +166,7 @@ def make_cells(options: Any) -> list[MeshCell]:
 
 
 def _peers(cell: MeshCell) -> list[MeshCell]:
-    """The cells of torch's tensor or context parallelism or pipelines beside a cell of this suite's."""
+    """Return the cells of torch's tensor, context or pipeline parallelism that are compared with a cell."""
     if cell.attention_alone:
         if cell.tensor > 1 or not (cell.written_out and cell.device.startswith("cuda")):
             return []
@@ -185,7 +184,7 @@ def _peers(cell: MeshCell) -> list[MeshCell]:
 
 
 def predicted_ms(line: Line) -> float | None:
-    """The step that ``costs/parallelism/seconds.py`` predicts; None where it has no rates, or for torch's blocks."""
+    """Return the step time that ``costs/parallelism/seconds.py`` predicts; None without rates or for torch's blocks."""
     how = line.settings
     hardware = find_hardware(str(how["gpu"]))
     asked = how["part"], how["dtype"], how["matmul_dtype"]
@@ -273,7 +272,7 @@ MESH = ResultTable(
 
 
 def scaling_figure(rows: pd.DataFrame) -> Figure | None:
-    """A panel for each part and length: tokens/s per rank over those of one rank alone, by way of sharing, in %."""
+    """Draw a panel for each part and length: tokens/s per rank, in % of a single rank's, by kind of mesh."""
     from cs336_systems.report.figures import OKABE_ITO, panels
 
     groups: dict[str, dict[str, float]] = {}
@@ -298,7 +297,7 @@ def scaling_figure(rows: pd.DataFrame) -> Figure | None:
 
 
 def _way(how: Mapping[str, Any]) -> str:
-    """How the ranks of a line divide its batch, in words."""
+    """Describe a line's mesh in words."""
     sizes = {"tensor": how["tensor"], f"context, {how['context_order']}": how["context"]}
     sizes |= {f"pipeline, {how['pipeline_schedule']}": how["pipeline"]}
     n_data = how["world_size"] // math.prod(sizes.values())

@@ -1,7 +1,7 @@
-"""One block's attention alone on ranks that share sequences: the part ``attention`` of ``mesh.py``.
+"""Only the attention of one block, on ranks that share sequences: the part ``attention`` of ``mesh.py``.
 
-With a hand-written backward it is this suite's; with keep autograd an attention by name through autograd, which torch
-shares among context ranks if the order says so.
+With a hand-written backward it is this suite's implementation. With keep ``autograd`` it is a named implementation
+through autograd; if the context order is torch's, torch divides it over the context ranks.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from cs336_systems.training.precision import parameter_dtype
 
 
 def attention_phases(cell: MeshCell, rank: Rank) -> dict[str, Callable[[], None]]:
-    """Forward and backward of one block's attention for a rank's heads and tokens, on numbers drawn from N(0, 1).
+    """Return forward and backward of one block's attention for a rank's heads and tokens, on data from N(0, 1).
 
     Raises:
         Unsupported: the attention cannot serve these tensors.
@@ -55,7 +55,7 @@ def attention_phases(cell: MeshCell, rank: Rank) -> dict[str, Callable[[], None]
 
 
 def _phases_by_autograd(attention: str, qkv: list[torch.Tensor], do: torch.Tensor) -> dict[str, Callable[[], None]]:
-    """Forward and backward of an attention by name; backward makes the gradients of q, k and v."""
+    """Return forward and backward of a named attention; backward computes the gradients of q, k and v."""
     leaves = [each.requires_grad_() for each in qkv]
     if reason := unsupported_reason(attention, *leaves, causal=True):
         raise Unsupported(f"attention {attention}: {reason}")

@@ -1,6 +1,6 @@
-"""How ``mesh.py`` measures a cell: one step on every rank, its messages beside those that arithmetic predicts, memory.
+"""How ``mesh.py`` measures a cell: one step on every rank, its messages and their prediction, and memory.
 
-When all is measured, every parameter must be the same bits on the ranks that hold it alike, or the cell fails.
+After the measurement every parameter must be bit-identical on the ranks that hold a copy of it, or the cell fails.
 """
 
 from cs336_systems.distributed.process_group import Rank
@@ -18,10 +18,10 @@ from cs336_systems.profiling.traces import kineto
 
 
 def measure(cell: MeshCell, rank: Rank, *, effort: Effort = EFFORT) -> list[Metric]:
-    """Everything about one cell; the recording is of rank 0.
+    """Measure one cell; only rank 0 is recorded.
 
     Raises:
-        PredictedOutOfMemory: the step would not fit beside those of this machine's other ranks.
+        PredictedOutOfMemory: the steps of this machine's ranks would not fit together.
         RuntimeError: ranks that hold the same weights ended with different ones.
         FloatingPointError: the loss is not finite.
     """

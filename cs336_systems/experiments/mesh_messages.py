@@ -1,6 +1,8 @@
-"""The bytes that a rank of a mesh sends in a step, of tensor, context and data ranks and of stages together.
+"""The bytes that a rank of a mesh sends in a step along all dimensions: tensor, context, data and pipeline.
 
-predicted_messages(cell, rank)                     # of a cell of benchmark_parallelism; None where nothing says it
+    predicted_messages(cell, rank)                     # for a cell of benchmark_parallelism; None if unknown
+
+They are computed, not measured.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ if TYPE_CHECKING:
     from cs336_systems.experiments.mesh import MeshCell
 
 _COUNT_BYTES = 8
-"""Bytes of the number of targets, which ranks that share a mesh add up."""
+"""Bytes of the number of targets, which is all-reduced over the mesh."""
 
 
 def predicted_messages(cell: MeshCell, rank: int) -> float | None:
-    """Bytes that a rank sends in a step, by arithmetic.
+    """Return the bytes that a rank sends in a step, or None if they are not predicted.
 
-    None for what torch sends, as its FSDP2 does, and for shards of several micro-batches or tied weights; of stages,
-    for those that have tensor or context ranks, replicas of shards, or shards in fp8.
+    They are not for torch's own implementations such as FSDP2, for shards with several micro-batches or tied weights,
+    and for pipelines with tensor or context ranks, replicas of shards, or shards in fp8.
     """
     if cell.parallel.by_torch:
         return None
@@ -65,7 +67,7 @@ def predicted_messages(cell: MeshCell, rank: int) -> float | None:
 
 
 def _stage_messages(cell: MeshCell, rank: int) -> float | None:
-    """``predicted_messages`` of a stage, which also gets the loss from the last part's."""
+    """Return ``predicted_messages`` for a pipeline stage; the message with the loss counts on every stage."""
     how, config, itemsize, plan = cell.parallel, cell.config, cell.precision.parameter_bytes, plan_of(cell)
     assert plan is not None
     sharded, n_data = how.wrapper == "fsdp", cell.world_size // cell.pipeline

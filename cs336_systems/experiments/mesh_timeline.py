@@ -1,7 +1,7 @@
-"""When do the stages of a pipeline wait? Each operation's begin and end, beside a simulation of the same schedule.
+"""When do the stages of a pipeline wait? Start and end of each operation, compared with a simulation of the schedule.
 
-A stage is idle while none of its operations runs, until the last stage is done. The prediction runs the schedule's
-lists with the measured mean time of each operation of each part: it says what the order of work alone leaves idle.
+A stage is idle while none of its operations runs, until the last stage is done. The prediction simulates the schedule
+with the measured mean time of each operation of each part, so it shows the idle time due to the order alone.
 """
 
 import sys
@@ -23,10 +23,10 @@ from cs336_systems.report.pipelines import pipelines_figure
 
 
 def measure_timeline(prepared: PreparedStep, path: Path | None) -> list[Metric]:
-    """Share of a step's forward and backward in which each stage is idle, measured and predicted; a collective.
+    """Return each stage's idle share of a step's forward and backward, measured and predicted; a collective.
 
     Args:
-        path: where a recording would be: a picture of both timelines, predicted above measured, is drawn beside it.
+        path: path of the recording; a figure of both timelines, predicted above measured, is saved beside it.
     """
     measured = record_timeline(prepared)
     predicted = timed(measured.plan, mean_times(measured))
@@ -43,7 +43,7 @@ def measure_timeline(prepared: PreparedStep, path: Path | None) -> list[Metric]:
 
 
 def record_timeline(prepared: PreparedStep) -> Timeline:
-    """Run a step and note when each operation of each stage of this rank's pipeline ran, in ms; a collective."""
+    """Run a step and record when each operation of each stage of this rank's pipeline ran, in ms; a collective."""
     step: Any = prepared.step
     pipeline, device = step.pipeline, prepared.rank.device
     notes: list[tuple[Operation, Any, Any]] = []
@@ -59,7 +59,7 @@ def record_timeline(prepared: PreparedStep) -> Timeline:
 
     def observed(work: Callable[..., Any], *given: Any) -> None:
         def noted(operation: Operation, x: Any) -> Any:
-            start = now()  # after the message has come
+            start = now()  # after the message has arrived
             result = work(operation, x)
             notes.append((operation, start, now()))
             return result
@@ -88,7 +88,7 @@ def record_timeline(prepared: PreparedStep) -> Timeline:
 
 
 def mean_times(measured: Timeline) -> list[Mapping[str, float]]:
-    """Mean times of F, B and W of each part of the model; where only BW was timed, half of it is W."""
+    """Return mean times of F, B and W of each part of the model; if only BW was timed, half of it counts as W."""
     plan = measured.plan
     samples: list[dict[str, list[float]]] = [{} for _ in plan.places]
     for stage, operations in enumerate(measured.operations):
@@ -100,7 +100,7 @@ def mean_times(measured: Timeline) -> list[Mapping[str, float]]:
 
 
 def _draw(title: str, predicted: Timeline, measured: Timeline, path: Path) -> None:
-    """Draw both timelines, and say on stderr where."""
+    """Draw both timelines, and print the path to stderr."""
     shown = {
         f"{name}: {100 * each.bubble_fraction:.1f} % idle in {each.span:,.0f} ms": each
         for name, each in (("predicted from mean times", predicted), ("measured", measured))

@@ -100,9 +100,9 @@ def scaling(line: Line, **alone: object) -> float | None:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured of a cell, besides its columns: warm-up of later turns, and what is recorded.
+    """How a cell is measured, besides its columns: warm-up of later repeats, and recordings.
 
-    A turn after the first only takes the times that are compared: it neither records nor counts bytes and messages.
+    Repeats after the first only measure the compared times: they neither record nor count bytes and messages.
     """
 
     later_warmup: int | None = None
@@ -186,7 +186,7 @@ def check_losses(step: TrainStep, rank: Rank) -> None:
 
 
 def check_replicas(prepared: PreparedStep) -> None:
-    """Raise on every rank unless parameters are the same bits on all ranks that hold them alike, and losses finite."""
+    """Raise on every rank unless parameters are bit-identical on ranks that hold copies, and losses are finite."""
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
@@ -226,7 +226,7 @@ def time_metrics(times: PhaseTimes, cell: RankedCase) -> list[Metric]:
 
 
 def peak_metrics(meter: PeakMeter, rank: Rank) -> list[Metric]:
-    """GiB of the fullest rank at its peak, what was asked for, and the allocator's retries, if the device says so."""
+    """Return the fullest rank's peak and requested GiB, and the allocator's retries, if the device reports them."""
     from cs336_systems.harness.clock import in_gib
     from cs336_systems.harness.record import Metric
 

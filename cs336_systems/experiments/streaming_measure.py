@@ -1,14 +1,14 @@
-"""One cell under memory caps: its plan, the step that the plan simulates, and the step as it runs, side by side.
+"""One cell under memory caps: its plan, the simulated step, and the measured step.
 
-Tokens are random, weights a new model's. On a GPU the caps are a fence: torch is refused more, and what was in use is
-measured at the end and compared. On a CPU, which has no link, the same schedule runs a tiny model with pretended
-copies; the plan is then made for an H200, and its simulation is of that, as the table says.
+Tokens and weights are random. On a GPU a fence enforces the caps: torch cannot allocate more, and the memory in use is
+measured at the end and compared. On a CPU, which has no link, the same schedule runs a tiny model with simulated
+copies; plan and simulation are then for an H200, as the table says.
 
-Peers take bf16 weights, gradients and moments, as a streamed step does, and micro-batches of at least as many tokens as
-its chunks have. What they have in use of device and host is measured, and no cap holds: what a cap would cost them is
-the question that they leave open. ``compiled`` is plain PyTorch, each block and the loss under torch.compile.
-``fsdp2-offload`` is FSDP2 on one rank, whose shards, gradients and optimizer are on the host (``CPUOffloadPolicy``):
-weights come for each block of each pass, AdamW runs on the CPU, blocks are compiled and recomputed in backward.
+Peers use bf16 weights, gradients and moments, as a streamed step does, and micro-batches with at least as many tokens
+as its chunks. Their use of device and host memory is measured without caps; what caps would cost them is not measured.
+``compiled`` is plain PyTorch, with each block and the loss under torch.compile. ``fsdp2-offload`` is FSDP2 on one rank,
+with shards, gradients and optimizer on the host (``CPUOffloadPolicy``): weights are copied for each block of each pass,
+AdamW runs on the CPU, and blocks are compiled and recomputed in backward.
 """
 
 from collections.abc import Sequence
@@ -59,9 +59,9 @@ from cs336_systems.training import assemble, random_batch
 from cs336_systems.training.precision import recipe_unsupported_reason
 
 MOST_CPU_PARAMETERS = 2_000_000
-"""Parameters of a model that is run on a CPU: larger ones take minutes a step."""
+"""The most parameters of a model on a CPU: larger ones take minutes per step."""
 PEER_TOKENS = 65_536
-"""Tokens of a peer's step, unless they are given: AdamW of 8 billion parameters on a CPU takes seconds."""
+"""Default tokens of a peer's step: many, as AdamW of 8 billion parameters on a CPU takes seconds."""
 
 
 def measure(
@@ -85,8 +85,8 @@ def measure(
     if runs and not on_gpu and cell.config.n_parameters > MOST_CPU_PARAMETERS:
         raise Unsupported(f"{cell.size} runs on a GPU alone: --gpu {CPU_PLANS_FOR} simulates it here")
     if not on_gpu:
-        torch.set_num_threads(1)  # of tiny tensors several would wait for each other
-    messages = ring_messages(rank) if rank else None  # before the fence, which counts what they take
+        torch.set_num_threads(1)  # for tiny tensors several threads mostly wait for each other
+    messages = ring_messages(rank) if rank else None  # before the fence, which counts their memory
     fence = Fence(device, *(int(cap * GIB) for cap in gib)) if runs and on_gpu else None
     hardware = hardware_of(device) if runs else hardware_named(cell.simulated_device)
     rates = Rates.of(hardware, copied_messages=planned_as_copies(messages))

@@ -40,17 +40,17 @@ from cs336_systems.pretraining.trainer import train
 from cs336_systems.training.precision import parameter_dtype, recipe_unsupported_reason
 
 _STEPS_OF_DATA = {"off": 4, "packed": 64, "padded": 64}
-"""Steps after which tokens repeat, by how conversations are laid out. No repetition may fall into a measurement: at one
-SFTTrainer makes a step of what is left, and its next took 20 s (LOG.md)."""
+"""Steps after which tokens repeat, by the layout of conversations. None may repeat during a measurement, where
+SFTTrainer would make a partial step, and its next step took 20 s (LOG.md)."""
 _N_LEFT = 3
-"""Steps that our trainer still makes when it is asked to end after one: the next is queued, the one after it is the
-first before which all ranks know, and its record is read a step late."""
+"""Steps that this suite's trainer still makes after a stop request: the next one is queued already, all ranks know of
+the request before the second, and that one's record is read a step late."""
 
 
 class Watch(Sink):
-    """A sink that ends the run once its steps after the first ones take so many seconds.
+    """A sink that ends the run once its steps after the first ones have taken a given time.
 
-    It asks the run to end as a user would, so that all ranks end at the same step, ``n_left`` from then on.
+    It requests the end as a user would, so that all ranks end at the same step, ``n_left`` steps later.
     """
 
     def __init__(self, cell: TrainingRunCell, n_left: int) -> None:
@@ -77,11 +77,11 @@ class Watch(Sink):
 
 
 def measure(cell: TrainingRunCell, rank: Rank) -> list[Metric]:
-    """Seconds, tokens per second, loss and share of the speed of light of each steady step; peak memory, measured and
-    for ours predicted.
+    """Measure seconds, tokens/s, loss and share of the speed of light of each steady step, and peak memory, with its
+    prediction for this suite's runs.
 
-    For independent replicas the steps are those of the slowest rank, by the median, and the tokens those of all; the
-    median of each rank is a metric, too. All make steps for as long, but nothing lines them up.
+    For independent replicas the steps are those of the rank with the slowest median, and the tokens those of all ranks;
+    the median of each rank is a metric, too. All ranks train for the same time, but their steps are not synchronised.
 
     Returns:
         No metrics on ranks but the first.
