@@ -1,26 +1,27 @@
-"""The choice of what a block with a hand-written backward keeps from forward to backward, its bytes, and its savings.
+"""The activations that a block with a hand-written backward saves in forward, their bytes, and the recompute they save.
 
-``KEPT`` is the one table. A block always keeps its input. Whatever else it keeps is memory spent to save backward from
-recomputing it. Each of the four levels holds all of the one before it:
+``KEPT`` is the one table. A block always keeps its input. Whatever else it keeps costs memory and saves recomputation.
+Each of the four levels keeps everything of the level before, and adds:
 
     input      the input and the statistics of both norms: backward recomputes the whole forward
-    attention  and attention's output with its log-sum-exp: attention, alone quadratic in the sequence, runs once
-    products   and the results of matmuls: none is computed twice; norms and SwiGLU, which are cheap, are
-    all        and the outputs of norms and of SwiGLU: nothing is computed twice
+    attention  attention's output and log-sum-exp: attention, which alone is quadratic in the sequence, runs once
+    products   the results of matmuls: backward recomputes only norms and SwiGLU, which are cheap
+    all        the outputs of norms and of SwiGLU: backward recomputes nothing
 
-The third level adds q, k and v: they cost up to three times the bytes of attention's output, and save one matmul, where
-the second level saves all of attention. A switch drops what one part of the block would keep: ``all-norm-swiglu`` is
-``products``, and ``products-residual`` recomputes the output projection. The gradients are the same bits at each level
-and switch.
+q, k and v are kept from the third level on: they take up to three times the bytes of attention's output and save one
+matmul, whereas the second level saves all of attention. A switch drops the tensors of one part of the block:
+``all-norm-swiglu`` is ``products``, and ``products-residual`` recomputes the output projection. Gradients are
+bit-identical at every level and with every switch.
 
-Blocks may differ: ``8xall+products`` keeps all of the first eight and products of the rest (``keep_of_blocks``).
+Blocks may differ: ``8xall+products`` is ``all`` in the first eight blocks and ``products`` in the rest
+(``keep_of_blocks``).
 
-    kept_names("products-ffn")                                # what is kept
+    kept_names("products-ffn")                                # names of the kept tensors
     bytes_kept(config, 1, 8192, PRECISIONS["bf16"], "products")
     recomputed(config, 1, 8192, PRECISIONS["bf16"], "products").seconds(hardware, "bf16")
 
-Backward recomputes once what is not kept. Matmuls cost floating-point operations and the rest costs passes over memory;
-at a device's peaks both are seconds, a lower bound that puts choices in an order.
+Backward recomputes every tensor that is not kept, once. Matmuls cost FLOPs, the rest costs memory traffic; divided by a
+device's peaks, both are seconds: a lower bound, used to rank choices.
 
 Sizes: B batch, S sequence, R = B S tokens, D d_model, H heads, K key/value heads, E d_head, Q = H E the width of q,
 P = (H + 2 K) E that of q | k | v, F d_ff.
@@ -35,17 +36,18 @@ from cs336_systems.costs.memory import WIDE
 from cs336_systems.hardware import Hardware
 
 STORED = Recipe()
-"""The recipe of matmuls on tensors as they are stored."""
+"""The recipe of matmuls that are not quantized."""
 SCALED_BLOCK = 128
-"""Numbers that share a scale by block."""
+"""Elements per scale in blockwise scaling."""
 SLOPES_BLOCK = 8, 256
 """Rows and columns of SwiGLU's output that share a slope."""
 
 LEVELS = ("input", "attention", "products", "all")
 
 SWITCHES = ("norm", "qkv", "attention", "residual", "ffn", "swiglu")
-"""Switches, by hyphens after a level, drop: the outputs of both norms; q, k and v; attention's output and log-sum-exp;
-the stream between attention and feed-forward; all of the feed-forward; SwiGLU's output."""
+"""Each switch, written after a level with a hyphen, drops, in this order: the outputs of both norms; q, k and v;
+attention's output and log-sum-exp; the residual stream between attention and feed-forward; everything of the
+feed-forward; SwiGLU's output."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,10 @@ class KeptTensor:
     product: tuple[str, ...] = ()
     """Sizes (m, k, n) of the matmul that recomputes it, if any; attention's two are counted elsewhere."""
     statistic: bool = False
-    """At least fp32, whatever the block's dtype."""
+    """Whether it is kept in at least fp32, whatever the block's dtype."""
     operand: bool = False
-    """Whether matmuls alone load it: where these are quantized, it is kept as they load it, transposed, a byte each,
-    with its scale beside it."""
+    """Whether only matmuls read it. If these are quantized, it is kept in the form in which they read it: transposed,
+    one byte per element, with its scale."""
 
 
 KEPT = (
@@ -87,14 +89,14 @@ OPERANDS = tuple(row.name for row in KEPT if row.operand)
 
 
 def kept_names(keep: str, *, quantized: bool = False) -> tuple[str, ...]:
-    """The names in ``KEPT`` that a block keeps, for a level with any switches after it: ``all-norm-swiglu``.
+    """The names in ``KEPT`` that a block keeps, for a level and any switches, such as ``all-norm-swiglu``.
 
     Args:
-        quantized: whether the block's products are; with an operand they keep its scale, ``normed1_scale``, and always,
-            small as they are, ``absmax`` of all that they read in forward and SwiGLU's ``slopes``.
+        quantized: whether the block's matmuls are quantized. The names then include each kept operand's scale
+            (``normed1_scale``) and, at every level, ``absmax`` of forward's operands and SwiGLU's ``slopes``.
 
     Raises:
-        ValueError: no such level or switch; the message has the nearest names.
+        ValueError: there is no such level or switch; the message suggests the nearest names.
     """
     level, *switches = keep.split("-")
     if level == "autograd" and switches:
@@ -112,10 +114,10 @@ _COUNTED = re.compile(r"([1-9]\d{0,8})x(.*)")
 
 
 def keep_of_blocks(keep: str, n_layers: int) -> tuple[str, ...]:
-    """The level of each block, the first one first: ``8xall+4xproducts+attention`` counts all but the last part.
+    """The level of each block, in order; ``8xall+4xproducts+attention`` has a count in every part but the last.
 
     Raises:
-        ValueError: no such level or switch, a part without its number, or none of the blocks left for the last.
+        ValueError: no such level or switch, a part without a count, or no block left for the last part.
     """
     *counted, rest = keep.split("+")
     found: list[str] = []
@@ -132,7 +134,7 @@ def keep_of_blocks(keep: str, n_layers: int) -> tuple[str, ...]:
 
 
 def default_keep(kernels: str, matmul_dtype: str) -> str:
-    """The default of what is kept: products where blocks have a hand-written backward, else what autograd keeps."""
+    """The default level: ``products`` for blocks with a hand-written backward, else what autograd keeps."""
     return "autograd" if (kernels, matmul_dtype) == ("reference", "same") else "products"
 
 
@@ -151,7 +153,10 @@ def _sizes(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, int]
 
 
 def recomputed_flops(config: ModelConfig, batch_size: int, seq_len: int, keep: str, attention: int) -> int:
-    """FLOPs of matmuls that one block's backward recomputes; ``attention`` are those of attention.
+    """FLOPs of the matmuls and attention that one block's backward recomputes.
+
+    Args:
+        attention: FLOPs of attention's forward.
 
     Raises:
         ValueError: no such level or switch.
@@ -168,10 +173,10 @@ def kept_sizes(
     """Bytes of each tensor that one block keeps, by name.
 
     Args:
-        recipe: of its matmuls; ``STORED`` for a block that a recipe skips.
+        recipe: quantization of its matmuls; ``STORED`` for a block that a recipe leaves unquantized.
 
     Raises:
-        ValueError: no such level or switch, or a precision with autocast, in which these blocks do not run.
+        ValueError: no such level or switch, or a precision with autocast, which these blocks do not support.
     """
     if precision.autocast:
         raise ValueError(f"blocks with a hand-written backward run in one dtype: {precision.name} is not served")
@@ -190,7 +195,7 @@ def kept_sizes(
 
 
 def maxima_shapes(config: ModelConfig, tokens: int, recipe: Recipe) -> dict[str, tuple[int, ...]]:
-    """Shapes, by name, of what a block of any level keeps in fp32 if its recipe has one scale per tensor; else none."""
+    """Shapes, by name, of the fp32 maxima that a block keeps at every level if its recipe has one scale per tensor."""
     if not recipe.quantized or recipe.scaling != "tensor":
         return {}
     rows, columns = SLOPES_BLOCK
@@ -200,7 +205,7 @@ def maxima_shapes(config: ModelConfig, tokens: int, recipe: Recipe) -> dict[str,
 def bytes_kept(
     config: ModelConfig, batch_size: int, seq_len: int, precision: Precision, keep: str, recipe: Recipe = STORED
 ) -> int:
-    """Bytes that one block keeps; arguments and errors as of ``kept_sizes``."""
+    """Bytes that one block keeps; arguments and errors are those of ``kept_sizes``."""
     return sum(kept_sizes(config, batch_size, seq_len, precision, keep, recipe).values())
 
 
@@ -217,7 +222,7 @@ class Recomputed:
         """Seconds at the device's published peaks.
 
         Raises:
-            ValueError: they are not published.
+            ValueError: the peaks are not published.
         """
         flops_per_s, bytes_per_s = hardware.peaks(matmul_dtype)
         return self.flops / flops_per_s + self.traffic_bytes / bytes_per_s

@@ -1,9 +1,9 @@
-"""When the operations of a streamed step begin and end, on one rank or on all ranks of a ring.
+"""Simulates when the operations of a streamed step begin and end, on one rank or on all ranks of a ring.
 
-Operations run on lanes: one for kernels, one for copies in each direction over the host link, and in a ring one each
-for messages to and from other ranks. A lane runs its operations in order, each as soon as those that it waits for have
-ended. Copies share the link and, with those of other ranks, the memory of the host; they slow kernels down a little.
-Messages take another link and no time of kernels.
+Operations run on lanes: one for kernels, one for host copies in each direction and, in a ring, one each for messages to
+and from other ranks. A lane runs its operations in order, each as soon as its dependencies have ended. Copies share the
+host link and, with the copies of other ranks, the host's memory bandwidth; they slow kernels slightly. Messages use
+another link and do not slow kernels.
 
     times = simulate(["in", "compute"], amounts=[2**30, 0.1], waits=[(), (0,)], rates=rates)
     times.span, times.busy["compute"]
@@ -38,7 +38,7 @@ class LaneTimes:
     starts: Sequence[float]
     ends: Sequence[float]
     waited_for: Mapping[str, float]
-    """Seconds in which the compute lane stood still, by the lane that it waited for; ``compute`` means other ranks."""
+    """Seconds for which the compute lane was idle, by the lane that it waited for; ``compute`` means other ranks."""
 
     @property
     def span(self) -> float:
@@ -58,13 +58,13 @@ class Lanes(NamedTuple):
 
     lanes: Sequence[str]
     amounts: Sequence[float]
-    """Bytes of each copy and message; seconds, alone on the device, of every other operation."""
+    """Bytes of each copy or message; for every other operation, seconds when no copies run beside it."""
     waits: Sequence[Sequence[int]]
     """Indices of the earlier operations that each waits for."""
 
 
 def simulate(lanes: Sequence[str], amounts: Sequence[float], waits: Sequence[Sequence[int]], rates: Rates) -> LaneTimes:
-    """``simulate_ranks`` of one rank, which never waits for a message of another."""
+    """``simulate_ranks`` for one rank, which never waits for other ranks."""
     (times,) = simulate_ranks([Lanes(lanes, amounts, waits)], [], rates)
     return times
 
@@ -72,14 +72,14 @@ def simulate(lanes: Sequence[str], amounts: Sequence[float], waits: Sequence[Seq
 def simulate_ranks(
     ranks: Sequence[Lanes], together: Sequence[Sequence[tuple[int, int]]], rates: Rates
 ) -> list[LaneTimes]:
-    """Run the operations of all ranks as early as lanes and waits allow.
+    """Simulate all ranks, with every operation as early as its lane and its dependencies allow.
 
     Args:
-        together: groups of (rank, operation) that begin at one time, as a send and its receive do.
+        together: groups of (rank, operation) that begin at the same time, as a send and its receive do.
 
     Raises:
         ValueError: an operation waits for itself or a later one.
-        RuntimeError: ranks wait for each other in a circle.
+        RuntimeError: ranks deadlock.
     """
     for of_rank in ranks:
         for i, needed in enumerate(of_rank.waits):
@@ -124,12 +124,12 @@ class _Machine:
         self.free = dict.fromkeys(self.queues, 0.0)
         self.starts, self.ends = [0.0] * len(of.lanes), [-1.0] * len(of.lanes)
         self.left: dict[str, float] = {}
-        """Bytes or seconds left of the operation that each lane runs."""
+        """Remaining bytes or seconds of each lane's running operation."""
         self.stalled = dict.fromkeys((*LANES[:3], *self.queues), 0.0)
         self.speeds: dict[str, float] = {}
 
     def ready(self) -> list[tuple[str, int]]:
-        """(lane, operation) of each free lane whose next operation waits for nothing more on this rank."""
+        """(lane, operation) of each free lane whose next operation waits for nothing else on this rank."""
         found, ends = [], self.ends
         for lane, queue in self.queues.items():
             if lane not in self.left and self.heads[lane] < len(queue):
@@ -151,17 +151,17 @@ class _Machine:
             if last is not None and self.ends[last] > ready:
                 self.stalled[self.of.lanes[last]] += self.ends[last] - ready
                 ready = self.ends[last]
-            self.stalled[lane] += now - ready  # until its partners of other ranks are ready, too
+            self.stalled[lane] += now - ready  # waited for its partners on other ranks
         elif lane in ("in", "out"):
             self.left[lane] += self.rates.copy_latency_s * self.rates.link_alone
 
     @property
     def copies(self) -> int:
-        """The ways in which the host link is busy."""
+        """The number of directions in which this rank's host link is busy."""
         return ("in" in self.left) + ("out" in self.left)
 
     def next_end(self, copying: int) -> float | None:
-        """Seconds until the next operation ends, None if none runs; ``copying`` counts all ranks that copy now."""
+        """Seconds until the next operation ends, None if none runs; ``copying`` is the number of ranks that copy."""
         if not self.left:
             return None
         rates, copies = self.rates, self.copies

@@ -1,10 +1,10 @@
-"""Bytes of a training step as arithmetic: states, a reference block's activations, allocator's blocks, a peak's parts.
+"""Formulas for the bytes of a training step: states, a reference block's activations, and the allocator's rounding.
 
 The peak itself is found by running the step on tensors without storage (``training/dry_run.py``). On CUDA,
-``torch.cuda.max_memory_allocated`` counts blocks, not tensors, so the caching allocator's rounding and cuBLAS's
-workspaces, which are here, are part of that prediction. ``block_saved_tensors`` names every tensor that autograd keeps
-for one reference block with materialised attention; their sum is what ``saved_tensors_hooks`` counts. Low-precision
-copies of matrices, which autocast makes and autograd keeps, come on top. Sizes are in bytes.
+``torch.cuda.max_memory_allocated`` counts the allocator's blocks, not tensors, so that prediction includes the caching
+allocator's rounding and cuBLAS's workspaces, which are computed here. ``block_saved_tensors`` names every tensor that
+autograd saves for one reference block with materialised attention; their sum is what ``saved_tensors_hooks`` counts.
+The low-precision copies of matrices that autocast makes and autograd saves are not included. Sizes are in bytes.
 """
 
 from collections.abc import Iterable
@@ -15,21 +15,21 @@ from cs336_systems.config import ModelConfig, Precision
 from cs336_systems.hardware import MIB
 
 WIDE = 4
-"""Norms, log-sum-exp and their saved inputs are at least fp32, whatever the parameters' dtype."""
+"""Bytes per element of norms, log-sum-exp and their saved inputs: at least fp32, whatever the parameters' dtype."""
 
 CUBLAS_WORKSPACE_BYTES = 32 * MIB
 """Bytes that torch allocates per cuBLAS handle on Hopper and Blackwell (8.1 MiB before); each thread has a handle, and
 backward runs on a thread of its own (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
 
 TABLE_SHARE = 8 / 4096
-"""Bytes of a GPU that each byte pinned for it costs: its page tables have an entry for each page of the host. Measured
-on an H200: 0.739 GiB outside torch with nothing pinned, 0.878 with 71.4 GiB."""
+"""Device bytes per pinned host byte: the GPU's page tables have an entry for each pinned page. Measured on an H200:
+0.739 GiB outside torch with nothing pinned, 0.878 GiB with 71.4 GiB pinned."""
 
 CHUNK_BYTES = 5 * 2**27
 """The most bytes of a chunk's logits: 0.625 GiB, 2,048 tokens of 151,936 words in bf16. At 32,768 x 4096 an H200 takes
 183.3, 185.4 and 185.0 ms in chunks of 2,048, 4,096 and 8,192 (LOG.md)."""
 CHUNK_MULTIPLE = 256
-"""Tokens of a chunk are a multiple of this, which tiles of matmuls divide."""
+"""The tokens of a chunk are a multiple of this, a multiple of the matmul tile sizes."""
 
 
 def cuda_block_bytes(n_bytes: int) -> int:
@@ -74,18 +74,18 @@ PARTS = (
     "temporaries",
     "tables and workspaces",
 )
-"""The parts of memory at a moment. Gathered parameters are those that FSDP has whole for a while; activations are those
-of blocks, autocast's copies of their matrices included; temporaries live while one operation runs."""
+"""The parts of memory at a moment. Gathered parameters are those that FSDP holds unsharded for a while; activations are
+those of blocks, with autocast's copies of their matrices; temporaries live while one operation runs."""
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The largest moment of a pass, and every moment that was considered, in bytes alive."""
+    """The peak of a pass and the bytes alive at each moment that was considered."""
 
     n_bytes: int
     moments: dict[str, int]
     parts: dict[str, int]
-    """Bytes at the largest moment by ``PARTS``, those that it has; they add up to it."""
+    """Bytes of each of ``PARTS`` that exists at the peak; they add up to the peak."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def total_bytes(tensors: Iterable[SavedTensor]) -> int:
 
 
 def _norm_saved(name: str, rows: int, width: int, element_bytes: int) -> list[SavedTensor]:
-    """RMSNorm keeps its (widened) input, the inverse RMS, and the normalised input that its gain multiplies.
+    """The tensors that RMSNorm saves: its (widened) input, the inverse RMS, and the normalised input before the gain.
 
     Args:
         element_bytes: bytes of an element of the input.
@@ -120,7 +120,7 @@ def _norm_saved(name: str, rows: int, width: int, element_bytes: int) -> list[Sa
 
 
 def _linear_inputs(name: str, readers: list[str], tokens: int, width: int, precision: Precision) -> list[SavedTensor]:
-    """One tensor shared by its readers; under autocast each reader makes and keeps a cast of its own."""
+    """The saved input of linear layers: one tensor for all ``readers``; under autocast, one cast for each."""
     if precision.autocast:
         return [
             SavedTensor(f"{name}, cast for {reader}", reader, (tokens, width), precision.matmul_bytes)

@@ -1,20 +1,20 @@
-"""Chooses the activation checkpointing, or level of ``--keep``, that fits a memory budget at the least recomputation.
+"""Chooses the checkpointing policy, or the ``--keep`` level, that fits a memory budget with the least recomputation.
 
     found = cheapest_policy(case, "step", budget_bytes=80 * 1024**3, predict=predict)
     found = cheapest_keep(fused_case, "step", budget_bytes=80 * 1024**3, predict=predict)
     found.choice, found.peak_bytes, found.extra_flops, found.step_flops
 
-``predict`` runs the step on tensors without storage (``training/dry_run.py``), which takes a second, so candidates are
-ordered by what they cost and the cheapest that fits is found by bisection.
+``predict`` runs the step on tensors without storage (``training/dry_run.py``), which takes a second. Candidates are
+therefore sorted by cost, and bisection finds the cheapest that fits.
 
-Policies. Candidates recompute no matmul, those of the first 1 to n blocks, or of these blocks all but attention; longer
-segments and halves of halves need as much memory as ``full`` and recompute more (``costs/checkpointing.py``). Time that
-is not matmuls (norms, softmax, casts, which ``keep-matmuls`` recomputes) is not weighed.
+Policies. Candidates recompute no matmul, all matmuls of the first 1 to n blocks, or all of these except attention.
+Longer segments and nested segments need as much memory as ``full`` and recompute more (``costs/checkpointing.py``).
+Only matmuls are costed, not norms, softmax and casts, which ``keep-matmuls`` recomputes.
 
-Levels. Every level with every set of switches is a candidate (``costs/kept.py``), the same for all blocks. Recomputing
-what is not kept takes time at an H200's published peaks, matmuls at that of the dtype and norms, rotation and SwiGLU at
-that of memory; real kernels reach 70 to 95 % of both, and the order is what counts. Candidates that keep as much as
-another and take longer are left out; the rest is ordered by what is kept.
+Levels. Every level with every set of switches is a candidate (``costs/kept.py``), the same for all blocks. The cost is
+recomputation time at an H200's published peaks: of the dtype for matmuls, of memory for norms, rotation and SwiGLU.
+Real kernels reach 70 to 95 % of both peaks; only the order of candidates matters. A candidate that keeps at least as
+many bytes as another and takes no less time is left out; the rest are sorted by the bytes that they keep.
 """
 
 from bisect import bisect_left
@@ -30,19 +30,19 @@ from cs336_systems.costs.memory import PeakMemory
 from cs336_systems.hardware import GIB, hardware_named
 
 Predict = Callable[[TrainingCase], PeakMemory]
-"""Predicts the peak of one pass of a case."""
+"""Predicts the peak memory of one pass of a case."""
 
 
 @dataclass(frozen=True)
 class LeastRecomputation:
-    """A policy, or what hand-written blocks keep, that fits a budget, and what it is predicted to cost."""
+    """A policy, or a level of hand-written blocks, that fits a budget, with its predicted cost."""
 
     choice: str
     peak_bytes: int
     extra_flops: int
     """FLOPs of matmuls and attention that a step recomputes."""
     step_flops: int
-    """FLOPs of the step that recomputes nothing."""
+    """FLOPs of a step without recomputation."""
 
     def __str__(self) -> str:
         more = f"{100 * self.extra_flops / self.step_flops:.1f} % more FLOPs"
@@ -52,13 +52,13 @@ class LeastRecomputation:
 def cheapest_policy(
     case: TrainingCase, mode: str, budget_bytes: int, predict: Predict, *, selective: bool = True
 ) -> LeastRecomputation:
-    """The policy of least recomputation with which the predicted peak of ``case`` is at most ``budget_bytes``.
+    """The policy with the least recomputation whose predicted peak is at most ``budget_bytes``.
 
     Args:
-        selective: whether the attention can be had with policies that keep results of operators.
+        selective: whether the case's attention supports policies that keep the results of operators.
 
     Raises:
-        ValueError: no policy fits, and the message names the smallest predicted peak; or an unknown mode.
+        ValueError: no policy fits (the message gives the smallest predicted peak), or the mode is unknown.
     """
     peaks: dict[str, int] = {}
 
@@ -86,7 +86,7 @@ def cheapest_policy(
 
 
 def _nothing_fits(case: TrainingCase, mode: str, budget_bytes: int, peaks: dict[str, int], option: str) -> str:
-    smallest = min(reversed(peaks), key=peaks.__getitem__)  # of equal ones what keeps least, which is tried last
+    smallest = min(reversed(peaks), key=peaks.__getitem__)  # of equal peaks the last tried, which keeps least
     return (
         f"nothing that may be kept for backward fits {budget_bytes / GIB:.4g} GiB for {case.config.name}, "
         f"batch {case.batch_size}, context {case.context_length}, {case.dtype}, {mode}: the smallest predicted peak is "
@@ -95,7 +95,7 @@ def _nothing_fits(case: TrainingCase, mode: str, budget_bytes: int, peaks: dict[
 
 
 def candidate_keeps() -> Iterator[str]:
-    """Every choice of tensors that levels and switches can say, each once, by the shortest of its names."""
+    """Every set of tensors that a level with switches can name, each once, by its shortest name."""
     seen = set()
     for n_switches in range(len(SWITCHES) + 1):
         for switches in combinations(SWITCHES, n_switches):
@@ -107,12 +107,12 @@ def candidate_keeps() -> Iterator[str]:
 
 
 def cheapest_keep(case: TrainingCase, mode: str, budget_bytes: int, predict: Predict) -> LeastRecomputation:
-    """The choice for hand-written blocks with which the predicted peak is at most ``budget_bytes`` and the least time
-    goes into recomputation; the case's own choice is not looked at.
+    """The level of hand-written blocks with the least recomputation time whose predicted peak is at most
+    ``budget_bytes``; the case's own level is ignored.
 
     Raises:
-        ValueError: no choice fits, and the message names the smallest predicted peak; or an unknown mode or attention,
-            or a dtype with autocast.
+        ValueError: no level fits (the message gives the smallest predicted peak), the mode or attention is unknown, or
+            the dtype has autocast.
     """
     hardware = hardware_named("h200")
     again = {keep: recomputed(*case.work, case.precision, keep) for keep in candidate_keeps()}

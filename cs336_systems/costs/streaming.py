@@ -4,21 +4,21 @@ A step is R rounds and an optimizer step; a round is forward and backward over c
 sequences or a piece of a long one. Layers' weights, gradients and moments, and kept activations, may be on the host and
 are copied over the link. With B bytes/s of the link in each direction and F sustained FLOP/s,
 
-    weights hide under forward         where a layer sees W F / (2 P B) = F / B tokens per visit (bf16, P parameters)
-    what forward keeps leaves in time  up to B t_f bytes a token and layer, t_f = (2 P + 2 S d) / F, causal
-    sequential rounds                  out during forward, in during backward: each way is idle half of the time
-    interleaved rounds                 forward of the next round under backward: B (t_f + t_b) each way
+    weight copies hide under forward   if a layer processes W F / (2 P B) = F / B tokens per visit (bf16, P parameters)
+    offload hides under forward        up to B t_f bytes per token and layer, t_f = (2 P + 2 S d) / F, causal
+    sequential rounds                  out during forward, in during backward: each direction is idle half of the time
+    interleaved rounds                 the next round's forward overlaps backward: B (t_f + t_b) in each direction
 
-Kept activations are copied in three parts, of which a level of ``costs/kept.py`` has the first one, two or three:
-``input``, ``attention``, ``products``. If a sequence is longer than a chunk, attention needs k and v of all its earlier
+Kept activations are copied in three parts, ``input``, ``attention`` and ``products``; the level of ``costs/kept.py``
+decides whether one, two or three are kept. If a sequence is longer than a chunk, attention needs k and v of all earlier
 chunks, in forward and backward: they are a separate part, ``context``, that is kept for all chunks or for none.
 
 If adapters are trained (LoRA), weights stream and are never written, so only activations are copied to the host.
 Adapters, their gradients and their moments stay on the device.
 
-FLOPs: causal attention counts half of its square; backward has two matmuls for each of forward's, and attention's 2.5;
-recomputation counts in HFU, not in MFU. Seconds: matmuls and attention at sustained rates, passes of norms, rotation,
-SwiGLU and optimizer at the memory's. Launches of kernels and Python are left out, as chunks of 8,192 tokens hide them.
+FLOPs: causal attention counts half of the full square; backward has twice the matmul FLOPs of forward, and 2.5 times in
+attention; recomputation counts in HFU, not in MFU. Seconds: matmuls and attention at sustained rates; norms, rotation,
+SwiGLU and optimizer at memory bandwidth. Launch overhead and Python are left out, as chunks of 8,192 tokens hide them.
 
 ``streaming/schedule.py`` defines operations; ``costs/lanes.py`` simulates when they begin and end.
 
@@ -40,7 +40,7 @@ from cs336_systems.costs.memory import WIDE, rotary_bytes
 from cs336_systems.costs.rates import Rates
 
 LEVELS = ALL_LEVELS[:3]
-"""The levels from which a plan chooses. The fourth would only save passes over memory, for half as many bytes again."""
+"""The levels from which a plan chooses. The fourth would save only memory-bound passes, for half as many bytes more."""
 
 MOMENTS = {"exp_avg": 2, "exp_avg_sq": 2}
 """Bytes a parameter that the optimizer keeps, rounded stochastically; with bf16 weights and gradients 8 in total."""
@@ -48,19 +48,19 @@ MASTER_MOMENTS = {"exp_avg": 4, "exp_avg_sq": 4, "master": 4}
 """Bytes a parameter that the optimizer keeps with FP32 master weights; with bf16 weights and gradients 16 in total."""
 
 HEAD_TOKENS = 2048
-"""Tokens whose logits exist at a time: 32,768 x 4096 x 151,936 take 183 ms, as with twice as many (LOG.md)."""
+"""Tokens per chunk of logits: 32,768 x 4096 x 151,936 take 183 ms, no less with twice as many (LOG.md)."""
 
 ADD_ROWS_SHARE = 1 / 18
-"""The share of the memory's rate that an embedding's backward reaches (measured: 8,192 rows of 4096 in 1.5 to 1.7 ms,
-of 2048 in 0.85)."""
+"""The share of memory bandwidth that an embedding's backward reaches (measured: 8,192 rows of width 4096 in 1.5 to 1.7
+ms, of width 2048 in 0.85 ms)."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a model that one rank of a ring holds: whole layers, and on one rank the head with its norm.
+    """The part of a model that one rank of a ring holds: whole layers and, on one rank, the head with its norm.
 
-    The embedding is on the rank of the first layer. Activations are sent where the next layer, or the head, is on
-    another rank; their gradients come back the same way.
+    The embedding is on the rank of the first layer. Activations are sent to another rank if it has the next layer or
+    the head; their gradients return the same way.
 
     Raises:
         ValueError: a rank has no layer.
@@ -80,12 +80,12 @@ class Share:
 
     @classmethod
     def dealt(cls, config: ModelConfig, rank: int, n_ranks: int, first: int = 0) -> "Share | None":
-        """A rank's share where layers are dealt in turn; None for a single rank.
+        """A rank's share if layers are assigned round-robin; None for a single rank.
 
-        The head is on the last rank, which has the fewest layers, but on the first if it is tied to the embedding.
+        The head is on the last rank, which has the fewest layers, or on the first if it is tied to the embedding.
 
         Args:
-            first: the lowest layers that rank 0 has before the others are dealt, as a head takes the time of layers.
+            first: how many of the lowest layers rank 0 gets before the round-robin, to balance the head's time.
 
         Raises:
             ValueError: there are fewer layers than ranks.
@@ -100,11 +100,11 @@ class Share:
 
 @dataclass(frozen=True)
 class StreamedWork:
-    """The pieces of a step on sequences of ``context_length`` tokens in chunks of ``chunk``.
+    """The operations of a step on sequences of ``context_length`` tokens in chunks of ``chunk`` tokens.
 
     Raises:
-        ValueError: one of the two lengths does not divide the other, 16 does not divide a chunk whose matmuls are
-            quantized, the precision has autocast, or a tied embedding is not on the rank of its head.
+        ValueError: neither length divides the other, a chunk with quantized matmuls is no multiple of 16, the
+            precision has autocast, or a tied embedding is not on the rank of its head.
     """
 
     config: ModelConfig
@@ -114,14 +114,14 @@ class StreamedWork:
     moments: tuple[tuple[str, int], ...] = tuple(MOMENTS.items())
     """Names of the states that the optimizer keeps, and bytes a parameter of each."""
     recipe: Recipe = STORED
-    """The recipe of blocks' matmuls. If it quantizes, ``input`` also holds ``maxima``; other items are the same."""
+    """The recipe of the blocks' matmuls. If it quantizes, ``input`` also has ``maxima``; other items are the same."""
     share: Share | None = None
     """The part of the model that a rank of a ring has; all of it if None."""
     lora: Lora | None = None
     """The adapters that are trained while the weights are frozen; None if the weights are trained."""
     quantized_at_use: bool = False
-    """Whether each operation quantizes the weights that it reads, as under memory limits. Otherwise weights are
-    quantized once in a step, which is taken to cost nothing."""
+    """Whether each operation quantizes the weights that it reads, as under memory caps. Otherwise weights are quantized
+    once per step, which is assumed to take no time."""
 
     def __post_init__(self) -> None:
         short, long = sorted((self.chunk, self.context_length))
@@ -153,8 +153,8 @@ class StreamedWork:
 
     @property
     def restores(self) -> bool:
-        """Whether x may be restored from the layer below. It may not in a ring, where that layer is on another rank,
-        nor with quantized matmuls, whose magnitudes are kept with x."""
+        """Whether x may be recomputed from the layer below. Not in a ring, where that layer is on another rank, nor
+        with quantized matmuls, whose magnitudes are kept with x."""
         return self.share is None and not self.recipe.quantized
 
     @property
@@ -168,7 +168,7 @@ class StreamedWork:
 
     @property
     def chunks_per_sequence(self) -> int:
-        """Chunks of a sequence; 1 also where a chunk has several sequences."""
+        """Chunks of a sequence; 1 if a chunk has several sequences."""
         return max(1, self.context_length // self.chunk)
 
     @property
@@ -186,12 +186,12 @@ class StreamedWork:
 
     @property
     def maxima(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what quantized matmuls keep of a chunk in fp32, by name."""
+        """Shapes of the fp32 maxima that quantized matmuls keep for a chunk, by name."""
         return maxima_shapes(self.config, self.chunk, self.recipe)
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The parts of a layer's state that may stream; of adapters all stays on the device."""
+        """The parts of a layer's state that may stream; the state of adapters stays on the device."""
         return ("weights",) if self.lora else ("weights", "gradients", "moments")
 
     @property
@@ -228,7 +228,7 @@ class StreamedWork:
         }
 
     def item_bytes(self, what: str) -> int:
-        """Bytes of one item: a layer's state, or a part of what a (layer, chunk) keeps.
+        """Bytes of one item: one state of a layer, or one part of the activations kept for a (layer, chunk).
 
         Raises:
             KeyError: no such item.
@@ -243,17 +243,17 @@ class StreamedWork:
 
     @property
     def _fixed_parameters(self) -> int:
-        """Parameters of embedding, head and final norm, as far as they are here."""
+        """Parameters of the embedding, head and final norm that this rank has."""
         config, matrices = self.config, self.has_embedding + (self.has_head and not self.config.tie_embeddings)
         return matrices * config.vocab_size * config.d_model + self.has_head * config.d_model
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that stay on the device: embedding, head and final norm with all their state, as far as they are here,
-        adapters, and the rotary tables.
+        """Bytes that stay on the device: this rank's embedding, head and final norm with all their state, adapters, and
+        the rotary tables.
 
-        A tied embedding has two gradients, added up at the end of a step. A sequence that is longer than a chunk has a
-        place for what one chunk adds to the gradients of its keys and values.
+        A tied embedding has two gradients, added up at the end of a step. If sequences are longer than a chunk, there
+        is a buffer for one chunk's contribution to the gradients of keys and values.
         """
         config, width = self.config, self.precision.parameter_bytes
         per_parameter = width if self.lora else self._bytes_per_trained
@@ -274,11 +274,11 @@ class StreamedWork:
 
     @property
     def temporary_bytes(self) -> int:
-        """The most bytes that the kernels of one operation need besides slots."""
+        """The most bytes that the kernels of one operation need in addition to slots."""
         config, width, tokens = self.config, self.precision.parameter_bytes, self.chunk
         d_model, d_query = config.d_model, config.d_query
         wide_queries = 4 * d_query + 32 * config.n_heads  # attention's fp32 sums of dq, and 16 statistics of 2 bytes
-        # the holes of forward's norms and residual, and SwiGLU's output behind them; with adapters also to recompute
+        # outputs of forward's norms and residual, and SwiGLU's output after them; with adapters also to recompute
         feed_forward = (config.d_ff + (4 if self.lora else 3) * d_model) * width
         attention = (d_model + d_query + config.d_qkv) * width + wide_queries
         if config.qk_norm:  # q and k normed and rotated, and where sequences are long the k of all their chunks
@@ -289,7 +289,7 @@ class StreamedWork:
         if self.recipe.quantized:
             # SwiGLU's backward: dproduct, and by rows and columns dgate_up and dy; SwiGLU's output by columns
             quantized = (5 * config.d_ff + d_model) if self.lora else (7 * config.d_ff + 2 * d_model)
-            # then, most of all where tokens are few, the largest matrix
+            # the largest matrix too, which dominates if tokens are few
             matrices = tokens * ((2 if self.lora else 4) * config.d_ff + 3 * d_model) + 2 * config.d_ff * d_model
         head = 3 * d_model * width  # norm, its gradient, and x
         logits = min(tokens, HEAD_TOKENS) * config.vocab_size * width
@@ -298,18 +298,18 @@ class StreamedWork:
 
     @property
     def n_parameters(self) -> int:
-        """Parameters that are here."""
+        """Parameters that this rank has."""
         return len(self.layers) * self.config.n_block_parameters + self._fixed_parameters
 
     @property
     def n_trained(self) -> int:
-        """Parameters that are here and are trained."""
+        """Trained parameters that this rank has."""
         return len(self.layers) * self.trained_parameters if self.lora else self.n_parameters
 
     # operations
 
     def attention_flops(self, chunk: int) -> int:
-        """FLOPs of attention in one layer's forward on a chunk, by the chunk's place in its sequence; causal."""
+        """FLOPs of one layer's causal attention in forward, which depend on the chunk's position in its sequence."""
         length, before = self.batch[1], (chunk % self.chunks_per_sequence) * self.chunk
         return 2 * self.config.d_query * self.chunk * (2 * before + length)
 
@@ -318,19 +318,19 @@ class StreamedWork:
         return model_flops(self.config, 1, self.context_length, "step") / self.context_length
 
     def hardware_flops(self, kind: str, chunk: int, level: str) -> int:
-        """FLOPs that one operation executes (a kind of ``streaming/schedule.py``), 0 of one that does not compute."""
+        """FLOPs that one operation executes (a kind of ``streaming/schedule.py``), 0 if it does not compute."""
         amounts = self._amounts(kind, chunk, level)
         return amounts.products + amounts.attention if amounts else 0
 
     def seconds(self, kind: str, chunk: int, level: str, rates: Rates) -> float:
-        """Seconds that one operation computes (a kind of ``streaming/schedule.py``).
+        """Seconds of computation of one operation (a kind of ``streaming/schedule.py``).
 
         Raises:
-            KeyError: no such kind, or one that does not compute.
+            KeyError: there is no such kind, or it does not compute.
         """
         if (amounts := self._amounts(kind, chunk, level)) is None:
             raise KeyError(kind)
-        # The length of a whole causal sequence whose queries see as many keys on average.
+        # The length of a causal sequence whose queries see as many keys on average as this chunk's.
         length = 2 * (chunk % self.chunks_per_sequence) * self.chunk + self.batch[1]
         attention = rates.attention(self.config.d_head, length)[kind == "backward"]
         products = rates.quantized if self.recipe.quantized and kind != "head" else rates.products
@@ -338,7 +338,7 @@ class StreamedWork:
         quantizing = quantizing_bytes(config, tokens, recipe, kind)
         traffic = amounts.traffic + quantizing + rates.added * self.gradient_bytes(kind)
         if self.recipe.quantized and self.quantized_at_use and kind in ("forward", "recompute", "backward", "keys"):
-            # weights are read for their magnitude, read again and written, a byte each, but not for their own gradients
+            # weights are read for their absmax, then read and written in one byte each; not for their own gradients
             passed = amounts.products / (2 * tokens * (2 if kind == "backward" and not self.lora else 1))
             traffic += (2 * self.precision.parameter_bytes + 1) * passed
         per_flop = operand_bytes_per_flop(config, tokens, self.precision.parameter_bytes, recipe, kind)
@@ -348,16 +348,16 @@ class StreamedWork:
         return computed + traffic / rates.memory
 
     def gradient_bytes(self, kind: str) -> int:
-        """Bytes of the gradients of weights, or of adapters, that an operation's products add to."""
+        """Bytes of the weight (or adapter) gradients that an operation's matmuls accumulate into."""
         if self.lora:
             return self.trained_parameters * self.precision.parameter_bytes if kind == "backward" else 0
         head = self.config.vocab_size * self.config.d_model * self.precision.parameter_bytes
         return {"backward": self.layer_bytes, "head": head}.get(kind, 0)
 
     def _amounts(self, kind: str, chunk: int, level: str) -> "_Amounts | None":
-        """The work of one operation; None of one that does not compute."""
+        """The work of one operation; None if it does not compute."""
         config, tokens, attention = self.config, self.chunk, self.attention_flops(chunk)
-        row = tokens * self.precision.parameter_bytes  # bytes of one number of each token
+        row = tokens * self.precision.parameter_bytes  # bytes of one element per token
         d_model, d_query, d_kv, d_ff = config.d_model, config.d_query, config.d_kv, config.d_ff
         whole = forward_flops(config, 1, tokens)  # of all layers and the head, as if the chunk were a sequence
         products = (whole.projections + whole.feed_forward) // config.n_layers

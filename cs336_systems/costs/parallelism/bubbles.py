@@ -1,7 +1,7 @@
-"""The idle time of a pipeline schedule (its bubble), for stages that all take as long as the slowest.
+"""The idle time of a pipeline schedule (its bubble), if all stages take as long as the slowest.
 
-Schedules are simulated (``pipeline.py``) over a few groups of micro-batches, each as large as the number of stages:
-more and more of them, until a further group adds as many seconds as the one before.
+Schedules are simulated (``pipeline.py``) for few micro-batches, and extrapolated: groups of as many micro-batches as
+there are stages are added until another group adds as many seconds as the one before.
 
     span_seconds("zb-h1", 4, 512, 1, durations)
 """
@@ -15,13 +15,13 @@ from cs336_systems.costs.parallelism import pipeline
 from cs336_systems.costs.parallelism.schedules import make_schedule
 
 SIMULATED = 3
-"""Groups of micro-batches in the first simulation."""
+"""Groups of micro-batches (one per stage) in the first simulation."""
 
 
 @cache
 def simulates(schedule: str, n_stages: int, n_micro_batches: int, chunks: int) -> bool:
-    """Whether a schedule exists for these numbers of chunks of layers and of micro-batches."""
-    try:  # two groups of micro-batches and what is left over tell
+    """Whether a schedule exists for these numbers of stages, micro-batches and chunks of layers."""
+    try:  # two groups of micro-batches and the remainder decide this
         make_schedule(schedule, n_stages, min(n_micro_batches, 2 * n_stages + n_micro_batches % n_stages), chunks)
     except ValueError:
         return False
@@ -48,7 +48,7 @@ def span_seconds(
     groups = SIMULATED
     while (more := -(-n_micro_batches // max(1, n_stages)) - groups) > 0:
         few = n_micro_batches - more * n_stages
-        with suppress(ValueError):  # a schedule may need more micro-batches than these
+        with suppress(ValueError):  # a schedule may need more micro-batches
             ran = [run(few - i * n_stages) for i in range(3)]
             step, earlier = (ran[i] - ran[i + 1] for i in (0, 1))
             if isclose(step, earlier, rel_tol=1e-9, abs_tol=1e-9):
@@ -58,7 +58,7 @@ def span_seconds(
 
 
 def least_bubble(schedule: str, n_stages: int, chunks: int, durations: Mapping[str, float]) -> float:
-    """The least seconds for which a stage is idle, by ``schedules.py``'s table; 0 for a schedule that is not in it."""
+    """A lower bound of a stage's idle seconds, from the table in ``schedules.py``; 0 for a schedule without a bound."""
     forward, inputs, weights = (durations[kind] for kind in "FBW")
     late = {"gpipe": forward + inputs + weights, "zb-h1": forward + inputs - weights}
     late |= {"1f1b": late["gpipe"], "interleaved": late["gpipe"] / chunks}

@@ -1,29 +1,29 @@
 """How often should a large job save? Time between failures, goodput against checkpoint interval, and the optimum.
 
-Nodes fail independently at a constant rate, so a job on n of them sees exponential gaps of mean M = 1 / (rate n): with
-10 failures per 1000 node-days a node lasts 100 days and a thousand of them 2.4 hours. A job that works ``interval``
-seconds, then spends ``save`` seconds on a checkpoint, and after a failure ``restart`` seconds until it runs again from
-the last one needs for such a segment on average (Daly 2006; failures may also strike while saving and
+Nodes fail independently at a constant rate, so the times between failures of a job on n nodes are exponential with mean
+M = 1 / (rate n): at 10 failures per 1000 node-days one node runs 100 days between failures, a thousand nodes 2.4 hours.
+A job works for ``interval`` seconds, then saves for ``save`` seconds; after a failure it takes ``restart`` seconds to
+continue from the last checkpoint. Such a segment takes on average (Daly 2006; failures may also occur while saving and
 restarting)
 
     E = M exp(restart / M) (exp((interval + save) / M) - 1)        goodput = interval / E
 
-Replicas that drop the step in which one of them dies train on without it. With ``step`` seconds a step, and ``stop``
-seconds from a failure until the others train again, a step takes on average
+Alternatively, when a replica fails, the others drop that step and train on without it. With ``step`` seconds per step
+and ``stop`` seconds from a failure until the others train again, a step takes on average
 
     E = (M + stop) (exp(step / M) - 1)        goodput = step / E / (1 + away / (n M))
 
-since one of n replicas is missing for ``away`` seconds more (failures while training stands still are left out).
+since one of n replicas is missing for ``away`` seconds more (failures while training is stopped are left out).
 
-Optima: Young (1974) takes sqrt(2 save M), right while save and interval are short against M; Daly's higher order form
-adds (1/3 sqrt(save / 2M) + save / 18 M) of it and subtracts ``save``, and is M from save = 2 M on. The exact optimum
-solves exp((interval + save) / M) (1 - interval / M) = 1, found here by bisection; it does not depend on the restart.
+Optima: Young (1974) takes sqrt(2 save M), valid if save and interval are short compared with M. Daly's higher-order
+form multiplies it by 1 + 1/3 sqrt(save / 2M) + save / 18 M and subtracts ``save``; from save = 2 M on it is M. The
+exact optimum solves exp((interval + save) / M) (1 - interval / M) = 1, by bisection; it does not depend on the restart.
 
 Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974; J. T. Daly, "A higher
 order estimate of the optimum checkpoint interval for restart dumps", 2006. The rate is of the order that clusters
 report: 6.5 and 2.3 failures per 1000 node-days on two of Meta's (Kokolis et al., "Revisiting reliability in large-scale
-machine learning research clusters", 2024). Limits: a saved checkpoint is good, saving blocks training, and a spare node
-is at hand. Seconds.
+machine learning research clusters", 2024). Assumptions: a saved checkpoint is valid, saving blocks training, and a
+spare node is available. All times are in seconds.
 """
 
 import math
@@ -44,7 +44,7 @@ def mean_time_between_failures(n_nodes: int, per_1000_node_days: float = FAILURE
 
 @dataclass(frozen=True)
 class Job:
-    """The costs that failures and checkpoints have for a job, in seconds.
+    """The costs of failures and checkpoints for a job, in seconds.
 
     Raises:
         ValueError: a time is not positive, or the restart negative.
@@ -65,7 +65,7 @@ class Job:
             raise ValueError(f"time to restart must not be negative, got {self.restart_s}")
 
     def expected_segment_s(self, interval_s: float) -> float:
-        """Seconds that ``interval_s`` of work and its checkpoint take on average, infinite where they overflow.
+        """Seconds that ``interval_s`` of work and its checkpoint take on average; infinite on overflow.
 
         Raises:
             ValueError: the interval is not positive.
@@ -81,7 +81,7 @@ class Job:
         return (interval_s + self.save_s) / self.mtbf_s
 
     def goodput(self, interval_s: float) -> float:
-        """The share of time that becomes work kept; raises ValueError as ``expected_segment_s``."""
+        """The share of time spent on work that is not lost; raises ValueError as ``expected_segment_s``."""
         return interval_s / self.expected_segment_s(interval_s)
 
     @property
@@ -99,7 +99,7 @@ class Job:
 
     @property
     def optimal_s(self) -> float:
-        """The interval of highest goodput: the root of the derivative's sign, between 0 and M."""
+        """The interval of highest goodput, between 0 and M: the root of goodput's derivative."""
         low, high = 0.0, self.mtbf_s
         for _ in range(200):
             middle = (low + high) / 2
@@ -114,7 +114,7 @@ class Job:
 
 @dataclass(frozen=True)
 class ReplicatedJob:
-    """The costs that failures have for replicas that average gradients in every step, in seconds.
+    """The costs of failures for replicas that average gradients in every step, in seconds.
 
     Raises:
         ValueError: a time is not positive or negative, or there are fewer than two replicas.
@@ -139,7 +139,7 @@ class ReplicatedJob:
 
     @property
     def goodput(self) -> float:
-        """The share of all replicas' time that becomes steps kept."""
+        """The share of all replicas' time spent on steps that are not lost."""
         try:
             expected_s = (self.mtbf_s + self.stop_s) * math.expm1(self.step_s / self.mtbf_s)
         except OverflowError:

@@ -1,8 +1,8 @@
-"""When does communication outlast computation? Data parallel, FSDP and tensor parallel, for one feed-forward layer.
+"""When does communication take longer than computation? Data, FSDP and tensor parallelism of one feed-forward layer.
 
-Each form divides the same work and sends other tensors: data parallelism and FSDP send weights (or their gradients),
-tensor parallelism sends activations. With B tokens in the global batch, an SwiGLU layer of m = 3 matrices between
-widths D and F, e bytes per element, and N devices, a device does and sends (ring collectives of
+Each form divides the same work but sends different tensors: data parallelism and FSDP send weights (or their
+gradients), tensor parallelism sends activations. With B tokens in the global batch, a SwiGLU layer of m = 3 matrices
+between widths D and F, e bytes per element, and N devices, each device computes and sends (ring collectives of
 ``costs/communication.py``):
 
     form             pass      FLOPs       collectives                              bytes sent per device
@@ -13,8 +13,8 @@ widths D and F, e bytes per element, and N devices, a device does and sends (rin
     tensor parallel  forward   2 m BDF/N   all-reduce of the output                 2 e BD (N-1)/N
                      backward  4 m BDF/N   all-reduce of the input's gradient       2 e BD (N-1)/N
 
-Compute takes FLOPs / C, communication bytes / W, and the two overlap: a pass is bound by communication once the second
-is longer. The shares (N-1)/N cancel against the N below the FLOPs, which leaves exact limits:
+Compute takes FLOPs / C seconds, communication bytes / W, and the two overlap, so a pass is communication-bound once the
+latter is longer. Since compute is divided by N too, the limits are exact, with N - 1 in place of N:
 
     data parallel backward, FSDP both ways    N - 1 <= 2 B W / (e C)       tokens per device >= C/W, for two bytes
     tensor parallel forward                   N - 1 <= m F W / (e C)       whatever the batch
@@ -23,16 +23,17 @@ is longer. The shares (N-1)/N cancel against the N below the FLOPs, which leaves
 W is a device's egress: the bytes per second that it sends. A ring in one direction over NVLink has the link's bandwidth
 in one direction (450 GB/s on an H100, half of the advertised 900). A TPU's torus axis has a neighbour on each side and
 rings run both ways, so that W is twice the bandwidth of one link, which the scaling book calls bidirectional. The book
-takes (N-1)/N for 1; its limits are lower by one device. Its layer has m = 2 matrices and gathers activations before,
-and scatters sums after, which moves what an all-reduce does.
+approximates (N-1)/N by 1; its limits are lower by one device. Its layer has m = 2 matrices, and gathers activations
+before and reduce-scatters them after, which sends as many bytes as an all-reduce.
 
-Tensor parallelism computes, with W1 and W2 cut by columns, W3 by rows, and i for what a device has its part of,
+Tensor parallelism computes, with W1 and W2 sharded by columns, W3 by rows, and index i for a device's shard,
 
     forward    x1_i = x W1_i,  x2_i = x W2_i,  z_i = f(x1_i) x2_i,  y = all-reduce(z_i W3_i)
     backward   dz_i = dy W3_i^T,  dW3_i = z_i^T dy,  dx2_i = dz_i f(x1_i),  dx1_i = dz_i x2_i f'(x1_i)
                dW1_i = x^T dx1_i,  dW2_i = x^T dx2_i,  dx = all-reduce(dx1_i W1_i^T + dx2_i W2_i^T)
 
-Both terms of dx are added before they are sent: one all-reduce of (B, D) per pass, and twice the matmuls.
+Both terms of dx are added before they are sent: backward has one all-reduce of (B, D), like forward, and twice the
+matmuls.
 
 Conventions: CS336 2026 handout, section 8; "How to scale your model", chapter 5
 (jax-ml.github.io/scaling-book/training).
@@ -57,14 +58,14 @@ COLLECTIVES: dict[Form, dict[Pass, tuple[str, ...]]] = {
     "fsdp": {"forward": ("all_gather",), "backward": ("all_gather", "reduce_scatter")},
     "tensor-parallel": {"forward": ("all_reduce",), "backward": ("all_reduce",)},
 }
-"""Collectives of each pass: of weights or their gradients, and of activations in tensor parallelism."""
+"""The collectives of each pass: on weights or their gradients, and on activations in tensor parallelism."""
 
 
 BYTES_PER_ELEMENT = 2
-"""Bytes of each weight, gradient and activation that is sent, which are bf16: e."""
+"""Bytes per element of weights, gradients and activations that are sent in bf16: e."""
 
 GPUS_PER_HOST, NETWORK_BYTES_PER_S = 8, 50 * GB_PER_S
-"""Of a DGX or HGX server: eight GPUs behind NVSwitches, and for each a network card (ConnectX-7) of 400 Gbit/s."""
+"""A DGX or HGX server has eight GPUs behind NVSwitches, each with a network card (ConnectX-7) of 400 Gbit/s."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Device:
 
     @classmethod
     def of(cls, name: str, gpu: Hardware, network_bytes_per_s: float = NETWORK_BYTES_PER_S) -> "Device":
-        """A GPU in a DGX or HGX server, at the rates of its datasheet, which must state its memory and a link."""
+        """A GPU in a DGX or HGX server, with its datasheet's rates; the datasheet must give its memory and a link."""
         link = gpu.link_bytes_per_s or gpu.host_link_bytes_per_s
         assert gpu.memory_bytes and link, name
         return cls(name, gpu.peaks("bf16")[0], gpu.memory_bytes, link, GPUS_PER_HOST, network_bytes_per_s)
@@ -92,8 +93,8 @@ class Device:
     def egress(self, world_size: int) -> float:
         """Bytes per second that each device sends in a ring over ``world_size`` devices, W.
 
-        Beyond one domain, rings leave it by every device's network card in turn, so that a domain's cards together
-        carry what each device's link carries inside: the smaller of the two counts.
+        If the ring spans several domains, rings leave a domain through all its network cards. The rate is the smaller
+        of one device's link and a domain's cards together.
         """
         if world_size <= self.domain_size:
             return self.egress_bytes_per_s
@@ -101,7 +102,7 @@ class Device:
 
 
 DEVICES: dict[str, Device] = {
-    # Servers: https://www.nvidia.com/en-us/data-center/dgx-h100/, and likewise dgx-h200 and dgx-b200.
+    # Servers: https://www.nvidia.com/en-us/data-center/dgx-h100/, and the pages of dgx-h200 and dgx-b200.
     **{name: Device.of(name, hardware_named(name)) for name in ("h100", "h200", "b200")},
     # C and W as both CS336 handouts and chapter 5 of the scaling book take them (Google publishes 459 TFLOP/s and 4,800
     # Gbit/s of links per chip: 1e11 bytes/s for each of six); memory is Google's 95 GB; a pod has 16 x 20 x 28 chips,
@@ -118,7 +119,7 @@ def find_device(name: str) -> Device:
 
 
 def check_positive(of: object, *names: str) -> None:
-    """Raise ValueError for one of these fields that is not positive; the message holds its name and value."""
+    """Raise ValueError, with name and value, if one of these fields is not positive."""
     for name in names:
         if not getattr(of, name) > 0:
             raise ValueError(f"{name} must be positive, got {getattr(of, name)}")
@@ -126,7 +127,7 @@ def check_positive(of: object, *names: str) -> None:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """One feed-forward layer: the matrices between two widths; ValueError for a size that is not positive."""
+    """A feed-forward layer: matrices between two widths; ValueError for a size that is not positive."""
 
     d_model: int
     d_ff: int
@@ -149,7 +150,7 @@ class FeedForward:
         return tokens * self.d_model * BYTES_PER_ELEMENT
 
     def flops(self, tokens: float, which: Pass) -> float:
-        """Matmul operations on all devices together; backward has two matmuls for each of forward's."""
+        """Matmul FLOPs of all devices together; backward has two matmuls for each of forward's."""
         return (2 if which == "forward" else 4) * self.n_parameters * tokens
 
 
@@ -188,7 +189,7 @@ def pass_cost(form: Form, layer: FeedForward, tokens: float, world_size: int, wh
 def largest_world(
     form: Form, layer: FeedForward, tokens: float, which: Pass, flops_per_s: float, egress_bytes_per_s: float
 ) -> float:
-    """Devices up to which communication hides behind computation, the global batch fixed; infinite without any.
+    """The most devices with which computation hides communication, for a fixed global batch; infinite if none is sent.
 
     Raises:
         ValueError: no such form or pass.

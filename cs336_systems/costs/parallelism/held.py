@@ -1,12 +1,13 @@
-"""The micro-batches whose tensors a stage of a pipeline holds while each operation of its list runs.
+"""The micro-batches whose tensors a pipeline stage holds while each operation of its list runs.
 
-A stage (``training/pipelined.py``) holds what blocks keep from F to the end of B, what the gradients of weights read
-from B to the end of W, and these gradients from the first W on. Its list alone decides how many of each it holds; of
-several cases in the same operation only the fullest count. Lists of many micro-batches repeat, so that four times as
-many micro-batches as stages show every case, except under GPipe, which holds all micro-batches.
+A stage (``training/pipelined.py``) holds the activations that blocks keep from F to the end of B, the operands of
+weight gradients from B to the end of W, and weight gradients from the first W on. Its list alone decides how many of
+each it holds; if an operation occurs with several such counts, only the largest matter. Lists of many micro-batches
+repeat, so four times as many micro-batches as stages produce every case, except under GPipe, which holds all
+micro-batches.
 
     plan = make_schedule("zb-h1", 4, shown("zb-h1", 4, 512))
-    blocks, cases = holdings(plan, [8, 8, 9, 7])[0]    # of the first stage
+    blocks, cases = holdings(plan, [8, 8, 9, 7])[0]    # the first stage
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,44 +17,44 @@ from cs336_systems.costs.parallelism.schedules import Kind, Operation, Schedule
 
 
 class Task(NamedTuple):
-    """An operation of any micro-batch."""
+    """A kind of operation, whichever the micro-batch."""
 
     kind: Kind
     first: bool
-    """Whether it is of the stage's first chunk."""
+    """Whether it is on the stage's first chunk."""
     last: bool
     n_blocks: int
     new: bool
-    """Whether the gradients of these blocks' weights are not there yet."""
+    """Whether the gradients of these blocks' weights do not exist yet."""
 
 
 class Held(NamedTuple):
-    """Numbers of blocks and micro-batches whose tensors a stage holds as a task begins."""
+    """How many blocks' and micro-batches' tensors a stage holds when a task begins."""
 
     whole: int
-    """Blocks of micro-batches from F to the end of B."""
+    """(Block, micro-batch) pairs between F and the end of B."""
     late: int
-    """Blocks of micro-batches from B to the end of W."""
+    """(Block, micro-batch) pairs between B and the end of W."""
     losses: int
-    """Micro-batches from F to the end of B of the last chunk."""
+    """Micro-batches between F and the end of B on the last chunk."""
     gradients: int
-    """Blocks whose weights' gradients are there."""
+    """Blocks whose weight gradients exist."""
     first: bool
-    """Whether there has been a B of the first chunk, which brings the gradients of an embedding."""
+    """Whether a B of the first chunk has run, which computes an embedding's gradient."""
     last: bool
-    """Whether there has been one of the last chunk, for a head's."""
+    """Whether a B of the last chunk has run, which computes a head's gradient."""
 
 
 def shown(schedule: str, n_stages: int, n_micro_batches: int) -> int:
-    """How many micro-batches a schedule needs to show every case that one with this many has."""
+    """The number of micro-batches with which a schedule has every case that it has with ``n_micro_batches``."""
     return n_micro_batches if schedule == "gpipe" else min(n_micro_batches, 4 * n_stages + n_micro_batches % n_stages)
 
 
 def holdings(plan: Schedule, counts: Sequence[int]) -> list[tuple[tuple[int, ...], dict[Task, set[Held]]]]:
-    """The blocks of each stage's chunks, and what it holds in its tasks.
+    """For each stage, the number of blocks of its chunks, and what it holds in each task.
 
     Args:
-        counts: the blocks of each part of the model.
+        counts: the number of blocks of each part of the model.
     """
     found = []
     for stage, order in enumerate(plan.orders):
@@ -66,11 +67,11 @@ def holdings(plan: Schedule, counts: Sequence[int]) -> list[tuple[tuple[int, ...
 
 
 def fullest(cases: Iterable[Held]) -> list[Held]:
-    """The cases that no other case reaches or exceeds in everything that it holds."""
+    """The cases that no other case dominates, that is, reaches or exceeds in every count."""
     found: list[Held] = []
     for case in sorted(cases, reverse=True):  # no later one exceeds an earlier one
         _, late, losses, gradients, first, last = case
-        for _, a, b, c, d, e in found:  # whose blocks held whole are no fewer, by the order
+        for _, a, b, c, d, e in found:  # their ``whole`` is no smaller, because cases are sorted
             if a >= late and b >= losses and c >= gradients and d >= first and e >= last:
                 break
         else:

@@ -1,18 +1,18 @@
-"""How ranks share a training step: the sizes of the mesh, what ZeRO divides, the pipeline's schedule, the micro-batch.
+"""How ranks share a training step: the sizes of the mesh, what ZeRO shards, the pipeline's schedule, the micro-batch.
 
     Layout(shards=4, tensor=8, zero=3, n_micro_batches=2).n_ranks          # 32
 
-Ranks are numbered so that neighbours along tensor stand next to each other, then those along context, shard, replica
-and pipeline, as in ``distributed/mesh.py``: what sends most per second stays inside a host, and stages, which send
-least, lie farthest apart (Narayanan et al. 2021, section 3).
+Rank numbers vary fastest along tensor, then along context, shard, replica and pipeline, as in ``distributed/mesh.py``:
+the dimensions that send most per second stay inside a host, and stages, which send least, are farthest apart (Narayanan
+et al. 2021, section 3).
 
     ZeRO 0    every rank updates all weights that it holds; gradients are averaged once a step
-         1    the ranks along shard and context divide the optimizer's states
-         2    and the gradients, which are scattered after each micro-batch
-         3    and the weights, which are gathered for each forward and each backward (FSDP)
+         1    optimizer states are sharded over the ranks along shard and context
+         2    so are gradients, which are reduce-scattered after each micro-batch
+         3    so are weights, which are gathered for each forward and each backward (FSDP)
 
-Replicas are copies of what is divided (hybrid sharding). Rajbhandari et al. 2020, section 5. (This suite's FSDP differs
-where a step has several micro-batches: it keeps whole gradients, and scatters their sum.)
+Replicas hold the same shards (hybrid sharding). Source: Rajbhandari et al. 2020, section 5. (This suite's FSDP differs
+if a step has several micro-batches: it keeps unsharded gradients and reduce-scatters their sum.)
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Layout:
 
     replicas: int = 1
     shards: int = 1
-    """The ranks with sequences of their own that divide states; together with those along context."""
+    """The data-parallel ranks over which ZeRO shards states, together with the ranks along context."""
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
@@ -48,7 +48,7 @@ class Layout:
     n_micro_batches: int = 1
     schedule: str = "1f1b"
     chunks: int = 1
-    """The chunks of layers of each stage."""
+    """Chunks of layers per stage."""
     context_order: str = "zigzag"
     tensor_by: str = "collectives"
 
@@ -64,12 +64,12 @@ class Layout:
 
     @classmethod
     def of_data(cls, n: int, zero: int, **others: Any) -> "Layout":
-        """The layout of n groups of ranks with sequences of their own: shards where ZeRO divides, else replicas."""
+        """The layout of n data-parallel groups of ranks: shards if ZeRO shards anything, else replicas."""
         return cls(replicas=1 if zero else n, shards=n if zero else 1, zero=zero, **others)
 
     @property
     def data(self) -> int:
-        """The groups of ranks with sequences of their own."""
+        """The number of data-parallel groups, each with its own sequences."""
         return self.replicas * self.shards
 
     @property
@@ -78,12 +78,12 @@ class Layout:
 
     @property
     def n_state_shards(self) -> int:
-        """The ranks that divide what ZeRO divides; 1 where it divides nothing."""
+        """The number of ranks over which ZeRO shards; 1 at level 0."""
         return self.shards * self.context if self.zero else 1
 
     @property
     def n_copies(self) -> int:
-        """The ranks that hold the same states, between which gradients are summed by an all-reduce."""
+        """The number of ranks that hold the same states and all-reduce their gradients."""
         return self.data * self.context // self.n_state_shards
 
     def stride(self, dimension: str) -> int:
@@ -96,7 +96,7 @@ class Layout:
         return sizes | {"pipeline": self.pipeline}
 
     def __str__(self) -> str:
-        """Return the dimensions that have several ranks, and the rest, in a few words."""
+        """Return a short description: the dimensions with several ranks, and the other choices."""
         mesh = " x ".join(f"{name} {size}" for name, size in self._sizes.items() if size > 1) or "one GPU"
         chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
         words = [mesh, f"ZeRO {self.zero}", *([self.schedule + chunks] if self.pipeline > 1 else []), self.keep]

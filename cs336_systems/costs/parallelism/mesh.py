@@ -1,32 +1,32 @@
 """FSDP and tensor parallelism together: how to divide N = X Y devices into X for weights and Y for activations.
 
-Along X a device gathers the 1/Y of the weights that its column of the mesh works on; along Y it sums the outputs of the
-1/X of the batch that its row works on. In the notation of ``costs/parallelism/forms.py``, forward:
+Along X, a device all-gathers its column's 1/Y of the weights; along Y, it all-reduces the outputs of its row's 1/X of
+the batch. In the notation of ``costs/parallelism/forms.py``, forward takes:
 
     T_compute = 2 m BDF / (X Y C)     T_fsdp = (X-1)/X e m DF / (Y W_x)     T_tp = 2 (Y-1)/Y e BD / (X W_y)
 
-Both communication times are shares of the compute time that know only their own axis, with the two one-axis limits
+Relative to compute, each communication time depends only on its own axis:
 
     T_fsdp / T_compute = (X - 1) / a,  a = 2 B W_x / (e C)        T_tp / T_compute = (Y - 1) / t,  t = m F W_y / (e C)
 
-so everything has a closed form:
+where a and t are the limits of FSDP alone and of tensor parallelism alone. Therefore everything has a closed form:
 
                             axes overlap (own links): max         axes share the network: sum
     bound by compute while  X - 1 <= a and Y - 1 <= t             (X-1)/a + (Y-1)/t <= 1
     best X for a given N    root of t X^2 + (a-t) X - a N         sqrt(a N / t)
     largest N               (1 + a)(1 + t)                        a t (1 + 1/a + 1/t)^2 / 4
 
-For large rings (X, Y in place of X - 1, Y - 1, as the scaling book has it) both best splits are sqrt(a N / t), and the
-largest N are a t and a t / 4: sharing the network costs a factor of four in devices, or in tokens per device. With the
-handout's m = 3, e = 2 they read N <= 3/2 B F (W/C)^2 and 3/8 B F (W/C)^2; with the book's m = 2 and M_x, M_y torus
-axes, tokens per device >= 4 (C/W)^2 / (M_x M_y F) for the sum.
+For large rings (X, Y in place of X - 1, Y - 1, as in the scaling book) the best X is sqrt(a N / t) in both cases, and
+the largest N are a t and a t / 4: sharing the network costs a factor of four in devices, or in tokens per device. With
+the handout's m = 3 and e = 2, they are N <= 3/2 B F (W/C)^2 and 3/8 B F (W/C)^2; with the book's m = 2 and M_x, M_y
+torus axes, the sum needs tokens per device >= 4 (C/W)^2 / (M_x M_y F).
 
 The 4D accounting question (CS336 2025 handout, section 2.4) asks where a stack of feed-forward layers fits, and when it
 is busy. XXL has the shape of Llama-3 405B: d_model 16384, d_ff 53248, 126 blocks, each two matrices without a
 nonlinearity worth storing. Master weights, accumulated gradients and AdamW's two moments are FP32: 16 bytes per
-parameter. Saved activations are BF16: per token the input of each matrix, 2 (d_model + d_ff) bytes a block. Where the P
-parameters' states and half of the activations A (every second layer's) are cut over N devices and the rest is not, a
-device holds (16 P + A / 2) / N + A / 2. Gathered weights, workspaces and fragmentation come on top. "GB" is 1e9 bytes.
+parameter. Saved activations are BF16: per token the input of each matrix, 2 (d_model + d_ff) bytes per block. If the
+states of P parameters and half of the activations A (every second layer's) are sharded over N devices, each holds
+(16 P + A / 2) / N + A / 2. Gathered weights, workspaces and fragmentation are not included. "GB" is 1e9 bytes.
 
 Sources: CS336 2026 handout, section 8.5; scaling book, chapter 5, "Mixed FSDP and tensor parallelism".
 """
@@ -54,14 +54,14 @@ class Network:
     overlapping: bool
     """Whether collectives along the two axes run at the same time, each at full speed."""
     large_rings: bool = False
-    """Take (n-1)/n for 1, as the scaling book does."""
+    """Whether to approximate (n-1)/n by 1, as the scaling book does."""
 
     def __post_init__(self) -> None:
         check_positive(self, "flops_per_s", "fsdp_bytes_per_s", "tp_bytes_per_s")
 
     @property
     def _own(self) -> int:
-        """The chunks that a device has already and a ring need not send."""
+        """The chunks of a ring that a device already has: 1, or 0 in the large-ring approximation."""
         return 0 if self.large_rings else 1
 
 
@@ -77,7 +77,7 @@ class Split:
     fsdp_s: float
     tp_s: float
     communication_s: float
-    """The larger of the two, or their sum."""
+    """The larger of the two communication times, or their sum."""
 
 
 def evaluate(layer: FeedForward, tokens: float, fsdp: float, tp: float, network: Network) -> Split:
@@ -103,14 +103,14 @@ def _share(n: float, network: Network) -> float:
 
 
 def axis_limits(layer: FeedForward, tokens: float, network: Network) -> tuple[float, float]:
-    """(a, t): what X - 1 and Y - 1 (X and Y in large rings) are measured against."""
+    """(a, t): the largest X - 1 and Y - 1 (X and Y in large rings) at which each axis alone is compute-bound."""
     fsdp = 2 * tokens * network.fsdp_bytes_per_s / (BYTES_PER_ELEMENT * network.flops_per_s)
     tp = layer.n_matrices * layer.d_ff * network.tp_bytes_per_s / (BYTES_PER_ELEMENT * network.flops_per_s)
     return fsdp, tp
 
 
 def optimal_split(layer: FeedForward, tokens: float, world_size: float, network: Network) -> Split:
-    """The split of least communication time in closed form, X and Y not rounded; an axis keeps at least one device.
+    """The split with the least communication time in closed form; X and Y are at least 1 and not rounded.
 
     Raises:
         ValueError: no devices.
@@ -127,13 +127,13 @@ def optimal_split(layer: FeedForward, tokens: float, world_size: float, network:
 
 
 def best_whole_split(layer: FeedForward, tokens: float, world_size: int, network: Network) -> Split:
-    """The split into whole numbers of least communication time, found by trying all of them."""
+    """The split into whole numbers with the least communication time, found by trying all of them."""
     splits = [evaluate(layer, tokens, x, y, network) for x, y in whole_splits(world_size)]
     return min(splits, key=lambda split: split.communication_s)
 
 
 def whole_splits(world_size: int) -> list[tuple[int, int]]:
-    """Every (X, Y) of whole numbers whose product is the number of devices, from all FSDP to all tensor parallel.
+    """Every (X, Y) of whole numbers whose product is the number of devices, from FSDP only to tensor parallel only.
 
     Raises:
         ValueError: no devices.
@@ -159,9 +159,9 @@ def largest_mesh(layer: FeedForward, tokens: float, network: Network) -> tuple[f
 
 
 def least_tokens(layer: FeedForward, fsdp: int, tp: int, network: Network) -> float:
-    """Global batch from which the forward pass of a given mesh is bound by compute; infinite if it never is.
+    """The smallest global batch at which a mesh's forward pass is compute-bound; infinite if it never is.
 
-    Along Y both times grow with the batch, so an axis that is too long cannot be helped by more tokens.
+    Along Y, both times grow with the batch, so more tokens do not help if that axis is too long.
     """
     per_token, t = axis_limits(layer, 1.0, network)
     own = network._own
@@ -173,9 +173,9 @@ def least_tokens(layer: FeedForward, fsdp: int, tp: int, network: Network) -> fl
 
 
 def least_tokens_per_device(layer: FeedForward, network: Network) -> float:
-    """Tokens per device at which even the best split of many devices is bound by communication (large rings).
+    """Tokens per device below which even the best split of many devices is communication-bound (large rings).
 
-    e^2 C^2 / (2 m F W_x W_y) where the axes overlap, four times that where they share the network.
+    It is e^2 C^2 / (2 m F W_x W_y) if the axes overlap, and four times that if they share the network.
     """
     intensity = BYTES_PER_ELEMENT * network.flops_per_s
     overlapping = intensity**2 / (2 * layer.n_matrices * layer.d_ff * network.fsdp_bytes_per_s * network.tp_bytes_per_s)
@@ -188,12 +188,12 @@ def thresholds(layer: FeedForward, n_devices: int, network: Network) -> dict[tup
 
 
 def smaller_batches(layer: FeedForward, fsdp: int, tp: int, network: Network) -> list[tuple[str, float]]:
-    """Tokens per device that keep forward bound by compute: as it is, and with each remedy that the arithmetic knows.
+    """(Remedy, tokens per device at which forward becomes compute-bound), for each remedy in this model.
 
-    In order: the mesh and network as given; the same devices cut as well as whole numbers allow; the axes' collectives
-    at the same time instead of one after another; both; and the bound that no split of many devices passes. Pipeline
-    stages between groups of devices would help, too, as they send activations only. Narrower numbers alone would not:
-    half the bytes at twice the FLOP/s leaves every limit where it was.
+    In order: the mesh and network as given; the best split of the same devices into whole numbers; overlapping the two
+    axes' collectives; both; and the bound for any split of many devices. Pipeline stages between groups of devices
+    would help too, as they send only activations. A narrower dtype alone would not: half the bytes at twice the FLOP/s
+    leaves every limit unchanged.
     """
     n, found = fsdp * tp, []
     for limits, how in ((network, ""), (replace(network, overlapping=True), ", axes overlap")):
@@ -225,16 +225,16 @@ class FeedForwardStack:
 
     @property
     def activation_bytes_per_token(self) -> int:
-        """Bytes of the inputs of every matrix: d_model wide for those that go up, d_ff for the one that comes down.
+        """Bytes of every matrix's input: d_model wide for up-projections, d_ff wide for the down-projection.
 
-        The up-projections of a gated layer share their input, and their outputs are kept besides.
+        The up-projections of a gated layer share their input; their outputs are also saved.
         """
         inputs = self.layer.d_model + self.layer.d_ff
         gated = (self.layer.n_matrices - 1) * self.layer.d_ff if self.layer.n_matrices > 2 else 0
         return self.n_blocks * BYTES_PER_ELEMENT * (inputs + gated)
 
     def device_bytes(self, n_devices: int, tokens: float = 0.0) -> float:
-        """Bytes per device with states and half of the activations of ``tokens`` cut over ``n_devices``.
+        """Bytes per device if states and half of the activations of ``tokens`` are sharded over ``n_devices``.
 
         Raises:
             ValueError: no devices, or negative tokens.
@@ -245,10 +245,10 @@ class FeedForwardStack:
         return (self.state_bytes + half) / n_devices + half
 
     def least_devices(self, memory_bytes: float, tokens: float) -> int:
-        """Fewest devices of which each holds its part.
+        """The fewest devices whose memory suffices.
 
         Raises:
-            ValueError: as ``device_bytes``; or the activations that are not cut fill a device by themselves.
+            ValueError: as ``device_bytes``; or the activations that are not sharded fill a device by themselves.
         """
         half = self._half_of_activations(tokens)
         room = memory_bytes - half

@@ -1,15 +1,16 @@
-"""The time and the memory of a pipeline schedule, by simulation, and the bubble that it leaves.
+"""Simulates a pipeline schedule: its time, its bubble and its memory.
 
-Every stage works through its list (``schedules.py``), each operation as early as the stage and its inputs allow. Parts
-of the model may differ, as embedding and head are on some stage, and a result may take time to reach another stage.
+Every stage runs its list (``schedules.py``), each operation as early as the stage and its inputs allow. Parts of the
+model may have different durations, because some also have the embedding or the head.
 
-Bubble is idle time per stage from the first operation on any stage to the last; its fraction is of that whole time,
-where the papers divide by the work ("bubble / ideal"). GPipe and 1F1B have the same bubble, and 1F1B needs less memory.
-A smaller one costs interleaving (v p - 1) / (p - 1) times the sends, zero-bubble schedules the memory of what W needs.
-A bubble hardly depends on the number of micro-batches m, so that its fraction falls nearly as 1/m.
+The bubble is the idle time per stage between the first operation on any stage and the last. Its fraction is relative to
+that whole time, whereas the papers divide by the time of the work ("bubble / ideal"). GPipe and 1F1B have the same
+bubble, and 1F1B needs less memory. For a smaller bubble, interleaving sends (v p - 1) / (p - 1) times as much, and
+zero-bubble schedules hold the operands of W for longer. A bubble hardly depends on the number of micro-batches m, so
+its fraction falls nearly as 1/m.
 
-Limits: activations are counted in micro-batches of a whole stage, as if all parts kept as much, and what W needs as
-much as what B needs; bytes are those of ``rank_memory.py``.
+Limits: activations are counted in micro-batches of a whole stage, as if all parts kept the same amount, and W needed as
+much as B; ``rank_memory.py`` counts bytes.
 
     timeline = simulate("zb-h1", stages=4, microbatches=8)
     timeline.bubble_fraction, timeline.peak_activations
@@ -37,11 +38,11 @@ class Timeline:
 
     plan: Schedule
     operations: tuple[tuple[TimedOperation, ...], ...]
-    """For each stage, in order of time."""
+    """For each stage, its operations in order of time."""
 
     @property
     def span(self) -> float:
-        """Time from the first operation to the last on any stage."""
+        """Time from the start of the first operation on any stage to the end of the last."""
         return max(timed.end for stage in self.operations for timed in stage)
 
     @property
@@ -61,7 +62,7 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Bubble over the time that a step takes, bubble included."""
+        """The bubble divided by ``span``."""
         return sum(self.idle_fractions) / self.plan.stages
 
     @property
@@ -91,25 +92,25 @@ def simulate(
     chunks: int = 1,
     durations: Mapping[str, float] | Sequence[Mapping[str, float]] = UNIT,
 ) -> Timeline:
-    """Run every stage's list.
+    """Make a schedule and simulate it.
 
     Args:
         chunks: as in ``make_schedule``.
-        durations: of F, B and W of one micro-batch on a whole stage, all alike; or of each part of the model, from
-            input to output.
+        durations: of F, B and W of one micro-batch, either on a whole stage, the same for all stages, or on each part
+            of the model, from input to output.
 
     Raises:
-        ValueError: as ``make_schedule``; durations are not positive, or not those of all parts.
+        ValueError: as ``make_schedule``; durations are not positive, or not one for each part.
     """
     return timed(make_schedule(schedule, stages, microbatches, chunks, durations), durations)
 
 
 def timed(plan: Schedule, durations: Mapping[str, float] | Sequence[Mapping[str, float]] = UNIT) -> Timeline:
-    """``simulate`` of a schedule that is there.
+    """Simulate a given schedule; arguments as of ``simulate``.
 
     Raises:
-        ValueError: durations are not positive, or not those of all parts.
-        RuntimeError: stages wait for each other for ever.
+        ValueError: durations are not positive, or not one for each part.
+        RuntimeError: stages deadlock.
     """
     n_parts = plan.stages * plan.chunks
     if isinstance(durations, Mapping):

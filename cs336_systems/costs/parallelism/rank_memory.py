@@ -1,24 +1,26 @@
-"""The peak memory of one rank of a layout as a closed form, for a search over thousands of them.
+"""The peak memory of one rank of a layout in closed form, for a search over thousands of layouts.
 
-The step is a bf16 one with hand-written blocks, whose products may be in fp8. The rule for one step is to run it on
-tensors without storage (``training/dry_run.py``); this form follows what that finds: of stages of a pipeline to within
-3 %, else to within a few (tests hold it to that). With P parameters of a stage on a tensor rank, n ranks that divide
-states, k bytes of moments a parameter, and what a block keeps,
+The step is in bf16 with hand-written blocks, whose matmuls may be in fp8. A single step's peak is better found by
+running it on tensors without storage (``training/dry_run.py``); tests check that this form agrees with it, for pipeline
+stages to within 3 %, else to within a few per cent. With P parameters of a stage on a tensor rank, n ranks over which
+states are sharded, and k bytes of moments per parameter,
 
-    weights         2 P, of ZeRO 3 2 P / n and two blocks gathered
-    moments         k P, from ZeRO 1 on k P / n
-    gradients       2 P, from ZeRO 2 on 2 P / n and two blocks before they are scattered
-    activations     layers x kept bytes / (context x tensor)
+    weights         2 P; with ZeRO 3, 2 P / n and two gathered blocks
+    moments         k P; from ZeRO 1 on, k P / n
+    gradients       2 P; from ZeRO 2 on, 2 P / n and two blocks that are not yet scattered
+    activations     layers x bytes that a block keeps / (context x tensor)
     working set     of a block's backward, of the loss in chunks of logits, or of the embedding's backward
-    fp8             each block's weights twice more, a byte a number (transposed, too); of ZeRO 3 once, of its shard
+    fp8             two more copies of each block's weights in one byte per element, one of them transposed; with ZeRO
+                    3, one copy of the shard
 
-What lies on the host is left out, but for two blocks' inputs and the gradients in flight (``costs/offload.py``).
+Tensors on the host are left out, except the inputs of two blocks and the gradients in flight (``costs/offload.py``).
 
-The largest of four moments counts: the loss, the backward of the last block, when all is kept, that of the first, when
-all gradients are there, and the embedding's. A stage of a pipeline comes to them in each operation of its list, with as
-many micro-batches alive as it then has (``held.py``): what blocks keep from F to B, both operands of the products that
-are put off from B to W, the gradients of input and head from each loss to its B, those of weights from the first W on,
-and a message each way. The CUDA context, NCCL's buffers and fragmentation are left out.
+The peak is the largest of four moments: the loss; the backward of the last block, when all activations are kept; that
+of the first block, when all gradients exist; and that of the embedding. On a pipeline stage they occur in each
+operation of its list, with the micro-batches that it then holds (``held.py``): the blocks' activations from F to B, the
+operands of weight gradients from B to W, the gradients of the head and its input from each loss to its B, the weight
+gradients from the first W on, and one message in each direction. The CUDA context, NCCL's buffers and fragmentation are
+left out.
 
     rank_peak(config, 8192, Layout(shards=8, zero=3)).n_bytes
 """
@@ -39,7 +41,7 @@ from cs336_systems.costs.parallelism.stages import Stage, blocks_of_parts, part_
 _BF16 = PRECISIONS["bf16"]
 _WIDTH = _BF16.parameter_bytes
 _PREFETCHED = 2
-"""Blocks whose weights are gathered, or whose gradients are not yet scattered, at once."""
+"""Blocks whose weights are gathered, or whose gradients are not yet scattered, at the same time."""
 
 
 def rank_peak(
@@ -55,15 +57,15 @@ def rank_peak(
     """Predict the peak of the fullest rank in a step on sequences of ``length`` tokens.
 
     Args:
-        moments: bytes a parameter that the optimizer keeps, by name.
-        recipe: of blocks' matmuls.
-        offload: names of what lies on the host, of ``costs/offload.py``.
-        whole_gradients: whether ZeRO 3 keeps whole gradients until the last micro-batch, as this suite's FSDP does;
-            stages of a pipeline do at any level.
+        moments: bytes per parameter of each optimizer state, by name.
+        recipe: quantization of the blocks' matmuls.
+        offload: names of what is offloaded to the host, from ``costs/offload.py``.
+        whole_gradients: whether ZeRO 3 keeps unsharded gradients until the last micro-batch, as this suite's FSDP does;
+            pipeline stages do so at any level.
 
     Raises:
-        ValueError: the model cannot be divided so, the schedule does not run so, or stages of a pipeline are to have
-            more than the optimizer's states on the host.
+        ValueError: the model cannot be divided this way, the schedule does not exist for these numbers, or pipeline
+            stages would offload more than the optimizer's states.
     """
     away = state_keys(offload)
     per_parameter = sum(n_bytes for name, n_bytes in moments if name not in away)
@@ -84,10 +86,10 @@ def rank_peak(
 
 
 class _How(NamedTuple):
-    """What else decides a rank's bytes."""
+    """Choices other than the layout that determine a rank's bytes."""
 
     per_parameter: int
-    """Bytes of the optimizer's states on the device."""
+    """Bytes per parameter of the optimizer states on the device."""
     recipe: Recipe
     offload: frozenset[str]
     whole_gradients: bool
@@ -97,16 +99,16 @@ class _Sizes(NamedTuple):
     """Bytes on one rank in one micro-batch."""
 
     stream: float
-    """Of the rank's own rows, d_model wide."""
+    """The rank's own rows, d_model wide."""
     kept: float
-    """By one block."""
+    """Activations that one block keeps."""
     put_off: float
-    """What one block holds between B and W: both operands of four products that give gradients of weights."""
+    """What one block holds between B and W: both operands of the matmuls of its four weight gradients."""
     work: float
-    """In a block's backward, beside what it keeps and the gradients of its weights."""
+    """Working set of a block's backward, besides its activations and weight gradients."""
     loss: float
     embedding: float
-    """In the embedding's backward."""
+    """Working set of the embedding's backward."""
     tables: float
 
 
@@ -133,7 +135,7 @@ def _sizes(
     loss = chunk * (words + (2 * config.d_model if tensor > 1 else 0)) * _WIDTH + 2 * stream
     sums = WIDE * (rows // 10 + min(rows, words)) * config.d_model
     tables = rotary_bytes(config.at_context(length)) + 2 * CUBLAS_WORKSPACE_BYTES + 2 * rows * 8
-    wide = 3 * config.d_ff + config.d_query + config.d_qkv  # these are columns of tensor ranks
+    wide = 3 * config.d_ff + config.d_query + config.d_qkv  # tensor ranks divide these columns
     put_off = rows * (4 * config.d_model + wide / tensor) * (1 if recipe.quantized else _WIDTH)
     return _Sizes(stream, kept_here, put_off, work, loss, sums + stream, tables)
 
@@ -143,7 +145,7 @@ def _sizes_of(config: ModelConfig, length: int, layout: Layout, recipe: Recipe) 
 
 
 def _states(config: ModelConfig, length: int, layout: Layout, stage: Stage, how: _How) -> dict[str, float]:
-    """Bytes of what is there all the time, by part of memory."""
+    """Bytes that are alive throughout the step, by part of memory."""
     part, n, zero = config.part(layout.tensor), layout.n_state_shards, layout.zero
     weights = _WIDTH * stage.n_parameters(part)
     parts = {
@@ -158,12 +160,12 @@ def _states(config: ModelConfig, length: int, layout: Layout, stage: Stage, how:
 
 
 _Bytes = tuple[float, float, float, float]
-"""Bytes of gradients, activations, temporaries, and parameters that are gathered."""
+"""Bytes of gradients, activations, temporaries and gathered parameters."""
 _NAMES = "gradients", "activations", "temporaries", "gathered parameters"
 
 
 def _moments(config: ModelConfig, length: int, layout: Layout, stage: Stage, how: _How) -> dict[str, _Bytes]:
-    """Bytes by moment of a rank that has the whole model."""
+    """Bytes at each moment, for a rank without a pipeline."""
     part, n, zero = config.part(layout.tensor), layout.n_state_shards, layout.zero
     sizes = _sizes_of(config, length, layout, how.recipe)
     weights, block = _WIDTH * stage.n_parameters(part), _WIDTH * part.n_block_parameters
@@ -189,7 +191,7 @@ def _moments(config: ModelConfig, length: int, layout: Layout, stage: Stage, how
 
 
 def _gathered(part: ModelConfig, layout: Layout, stage: Stage) -> int:
-    """Bytes of weights that ZeRO 3 has gathered while blocks run."""
+    """Bytes of the weights that ZeRO 3 holds gathered while blocks run."""
     words = _WIDTH * part.vocab_size * part.d_model
     tied = words if part.tie_embeddings and stage.embedding else 0  # gathered from the first use to the last
     return _PREFETCHED * _WIDTH * part.n_block_parameters + tied if layout.zero == 3 else 0
@@ -202,8 +204,8 @@ def _cases(
     """Each kind of stage, and the fullest cases of what such stages hold.
 
     Args:
-        n_micro_batches: as many as ``shown`` says.
-        keep: on which durations depend, and with them the lists of ``zbv``; "" for other schedules.
+        n_micro_batches: the result of ``shown``.
+        keep: the blocks' level, which affects durations and therefore the lists of ``zbv``; "" for other schedules.
     """
     config = config.at_context(length)
     counts = blocks_of_parts(schedule, n_stages, chunks, config)
@@ -221,7 +223,7 @@ def _cases(
 def _staged_moments(
     config: ModelConfig, length: int, layout: Layout, stage: Stage, cases: dict[Task, list[Held]], how: _How
 ) -> dict[str, _Bytes]:
-    """The largest bytes of each kind of moment on a stage, in these cases."""
+    """The most bytes at each kind of moment on a stage, over these cases."""
     part, sizes = config.part(layout.tensor), _sizes_of(config, length, layout, how.recipe)
     block, words = _WIDTH * part.n_block_parameters, _WIDTH * part.vocab_size * part.d_model
     gathered, ends_gathered = _gathered(part, layout, stage), words if layout.zero == 3 else 0
@@ -235,8 +237,8 @@ def _staged_moments(
         ends = stage.embedding and held.first, stage.head and held.last
         gradients = held.gradients * block + words * (any(ends) if part.tie_embeddings else sum(ends))
         kept = held.whole * sizes.kept + held.late * sizes.put_off
-        kept += 2 * sizes.stream  # a message that comes, and one that goes
-        if stage.head:  # of each loss the gradients of its input and of the head, which are there before B
+        kept += 2 * sizes.stream  # one message in each direction
+        if stage.head:  # gradients of each loss's input and of the head, which are computed before B
             kept += held.losses * (words + sizes.stream)
         new = is_new * n * block
         if kind == "W":
@@ -251,7 +253,7 @@ def _staged_moments(
         if stage.head and last:
             kept, gradients = kept - words, gradients + (0 if held.last else words)
         new, later = (0, sizes.put_off) if kind == "B" else (new, 0.0)
-        freed = sizes.kept - later  # of each block when its backward has ended
+        freed = sizes.kept - later  # when a block's backward ends
         at("last block", gradients + min(new, block), kept, sizes.work, gathered)
         at("first block", gradients + new, kept - max(0, n - 1) * freed, sizes.work, gathered)
         if stage.embedding and first:

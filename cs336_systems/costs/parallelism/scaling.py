@@ -1,22 +1,22 @@
 """More GPUs for the same batch: when FSDP stops scaling, which of two limits it has reached, and the remedy.
 
-A step of FSDP on N devices over a global batch of B tokens computes 6 P B / N operations per device and sends three
-times the weights, whatever N: gathered for forward, gathered for backward, gradients scattered. Compute time falls as
-1/N, communication time stays, and the lines cross at
+A step of FSDP on N devices over a global batch of B tokens computes 6 P B / N FLOPs per device and sends three times
+the weights, whatever N: all-gathers for forward and backward, and a reduce-scatter of gradients. Compute time falls as
+1/N, communication time does not change, and the two are equal at
 
     N - 1 = 2 B W / (e C)          the communication limit: tokens per device reach e C / (2 W)
 
-Independently N cannot exceed the number of sequences, as long as a device works on whole ones:
+Independently, N cannot exceed the number of sequences as long as each device processes whole ones:
 
     N = B / sequence length        the local batch limit: one sequence per device
 
-Which of them is reached decides what helps (``REMEDIES``). Tensor parallelism divides what is gathered by its degree,
-HSDP keeps replicas over nodes, and context parallelism is data parallelism over tokens. The batch may only grow as far
-as the critical batch size lets more tokens replace steps.
+The remedy depends on which limit is reached (``REMEDIES``). Tensor parallelism divides the gathered bytes by its
+degree, HSDP replicates across nodes, and context parallelism is data parallelism over tokens. The batch can grow only
+up to the critical batch size, beyond which more tokens per step hardly save steps.
 
 Conventions as in ``costs/parallelism/forms.py``: peaks and bandwidths of datasheets, two-byte weights and gradients,
-compute and communication overlap, attention scores not counted. A device that reaches 70 % of its peak moves the
-crossing up by 1/0.7.
+compute and communication overlap, attention scores not counted. On a device that reaches 70 % of its peak, the
+communication limit is 1/0.7 times as large.
 """
 
 import math
@@ -50,7 +50,7 @@ class ModelAndBatch:
 
     @property
     def n_sequences(self) -> int:
-        """Whole sequences in a batch: the most devices that get one each."""
+        """Whole sequences in a batch, and so the most devices with at least one each."""
         return self.batch_tokens // self.sequence_length
 
 
@@ -90,10 +90,10 @@ def fsdp_step(workload: ModelAndBatch, n_devices: int, device: Device) -> FsdpSt
 
 
 def communication_limit(workload: ModelAndBatch, device: Device) -> int:
-    """The most devices whose communication hides behind compute.
+    """The most devices with which computation hides communication.
 
-    Inside one fast domain its links count, beyond it the network: where the links allow more than a domain holds, the
-    limit is the network's, or the whole domain if the network allows less than that.
+    Inside one fast domain its links set the limit. If they allow more devices than a domain has, the network sets it,
+    but it is at least a whole domain.
     """
     inside, beyond = (
         math.floor(1 + 2 * workload.batch_tokens * egress / (BYTES_PER_ELEMENT * device.flops_per_s) * (1 + 1e-12))
@@ -120,5 +120,5 @@ REMEDIES = {
         "tensor parallelism inside the domain, context parallelism or pipeline across; else a larger batch, or stop",
     ),
 }
-"""The four ways in which adding devices to FSDP may end: by the limits that are reached (local batch, communication),
-what has happened, and what helps."""
+"""For each combination of limits reached by adding devices to FSDP (local batch, communication): what has happened and
+what helps."""

@@ -1,24 +1,25 @@
-"""Pipeline schedules as data: for each stage the operations that it does, in their order.
+"""Pipeline schedules as data: for each stage, the list of its operations in order.
 
-A model cut into p stages runs m micro-batches. A stage does one operation at a time, in the order of its list: F
-(forward) needs the F of the part before, B (gradient of the input) the B of the part after and its own F, W (gradient
-of the weights) its own B; nothing waits for W but the optimizer. BW is both gradients in one piece. A stage may hold
-several parts of the model ("chunks"): chunk c of stage s is part c p + s, or under the V-shaped schedules part
-2p - 1 - s for the second, so that the first stage holds both ends of the model.
+A model divided into p stages runs m micro-batches. A stage runs one operation at a time, in the order of its list. F
+(forward) needs F of the preceding part; B (input gradient) needs B of the following part and its own F; W (weight
+gradient) needs its own B, and only the optimizer waits for W. BW is B and W in one operation. A stage may hold several
+parts of the model ("chunks"): chunk c of stage s is part c p + s. Under the V-shaped schedules, the second chunk is
+part 2p - 1 - s, so the first stage holds both ends of the model.
 
     schedule      order                                                        bubble per stage       activations alive
     gpipe         all F, then all BW                                           (p-1)(F + B + W)       m
     1f1b          p - s - 1 forwards ahead at stage s, then one backward each  (p-1)(F + B + W)       p - s
     interleaved   1f1b over v thin stages on each device                       (p-1)(F + B + W) / v   more than 1f1b
-    zb-h1         1f1b with W put off, by s micro-batches at stage s           (p-1)(F + B - W)       p
-    zbv           V-shaped; of several greedy lists the fastest (``zbv.py``)   less than zb-h1        p
+    zb-h1         1f1b with W delayed by s micro-batches at stage s            (p-1)(F + B - W)       p
+    zbv           V-shaped; the fastest of several greedy lists (``zbv.py``)   less than zb-h1        p
     dualpipev     V-shaped; F of one chunk and BW of the other in turn         less than zb-h1        p + 1/2
 
-(Interleaved at stage s: min(m, (2(p-s-1) + (v-1)p + 1) / v). Zero-bubble as far as W is no longer than F and B.)
+(Interleaved keeps min(m, (2(p-s-1) + (v-1)p + 1) / v) at stage s. The zero-bubble rows hold if W is no longer than F
+and B.)
 
     plan = make_schedule("zbv", stages=4, microbatches=8)
-    plan.orders[0]                                     # what the first stage does
-    plan.channel(0, 1)                                 # whose results it sends to the second, in their order
+    plan.orders[0]                                     # the first stage's operations
+    plan.channel(0, 1)                                 # those whose results it sends to the second stage, in order
 
 The same lists are simulated (``pipeline.py``) and executed (``distributed/pipeline.py``). Sources: Huang et al. 2019
 (GPipe); Narayanan et al. 2021, section 2.2 (1F1B, interleaved); Qi et al. 2023, "Zero bubble pipeline parallelism",
@@ -37,13 +38,13 @@ from cs336_systems.costs.parallelism.zbv import best_orders
 from cs336_systems.ranks import SCHEDULES
 
 Kind = Literal["F", "B", "W", "BW"]
-"""Forward, input gradient, weight gradient, or the last two in one piece."""
+"""Forward, input gradient, weight gradient, or the last two in one operation."""
 
 VEE = ("zbv", "dualpipev")
-"""Schedules whose second chunks lie in the opposite order."""
+"""Schedules whose second chunks are assigned to stages in reverse order."""
 
 UNIT: Mapping[str, float] = {"F": 1.0, "B": 1.0, "W": 1.0}
-"""Durations of one micro-batch's operations on one whole stage: all alike, in units of a forward."""
+"""Equal durations of F, B and W of one micro-batch on a whole stage, in units of a forward."""
 
 
 @dataclass(frozen=True, order=True)
@@ -56,7 +57,7 @@ class Operation:
 
     @property
     def result(self) -> "Operation":
-        """The operation as others wait for it: the gradient of the input is the same whether W came with it or not."""
+        """The operation under which others wait for it: B also for BW, as both give the input gradient."""
         return Operation("B", self.microbatch, self.chunk) if self.kind == "BW" else self
 
 
@@ -69,7 +70,7 @@ class Schedule:
     microbatches: int
     chunks: int
     orders: tuple[tuple[Operation, ...], ...]
-    """For each stage."""
+    """For each stage, its operations in order."""
 
     def part(self, stage: int, chunk: int) -> int:
         """The number of a stage's chunk among the parts of the model, from input to output."""
@@ -81,12 +82,12 @@ class Schedule:
         return places_of(self.name, self.stages, self.chunks)
 
     def forwards(self, microbatches: int) -> "Schedule":
-        """The same orders with nothing but the forwards of the first ``microbatches`` micro-batches."""
+        """The same orders reduced to the forwards of the first ``microbatches`` micro-batches."""
         kept = (tuple(op for op in order if op.kind == "F" and op.microbatch < microbatches) for order in self.orders)
         return replace(self, microbatches=microbatches, orders=tuple(kept))
 
     def inputs(self, stage: int, operation: Operation) -> list[tuple[int, Operation]]:
-        """(stage, result) of everything that must have ended before an operation can begin."""
+        """(stage, result) of each operation that must end before this one can begin."""
         kind, i, part = operation.result.kind, operation.microbatch, self.part(stage, operation.chunk)
         if kind == "W":
             return [(stage, Operation("B", i, operation.chunk))]
@@ -98,7 +99,7 @@ class Schedule:
         return needed
 
     def receiver(self, stage: int, operation: Operation) -> tuple[int, Operation] | None:
-        """(stage, result) for which an operation's result is needed; None at the ends of the model, and for W."""
+        """(stage, result) of the operation that needs this one's result; None at the ends of the model, and for W."""
         target = self.part(stage, operation.chunk) + (1 if operation.kind == "F" else -1)
         if operation.kind == "W" or not 0 <= target < len(self.places):
             return None
@@ -106,7 +107,7 @@ class Schedule:
         return of_stage, Operation(operation.result.kind, operation.microbatch, chunk)
 
     def channel(self, source: int, target: int) -> tuple[Operation, ...]:
-        """The operations of one stage whose results another takes, in the order in which they are sent."""
+        """The operations of ``source`` whose results ``target`` needs, in the order in which they are sent."""
         found = ((op, self.receiver(source, op)) for op in self.orders[source])
         return tuple(op for op, to in found if source != target and to is not None and to[0] == target)
 
@@ -131,10 +132,10 @@ class Schedule:
 
     @cached_property
     def messages_ahead(self) -> int:
-        """How many messages from one stage to another a mailbox must hold so that no stage waits for ever.
+        """How many messages from one stage to another a mailbox must hold to avoid deadlock.
 
-        This assumes that each stage does all its work in one order, sends and receives included: with less room,
-        stages would wait for each other in a circle. At least two, so that one can come while another is taken out.
+        Each stage is assumed to run all its operations, sends and receives included, in one order. The result is at
+        least two, so that one message can arrive while another is read.
         """
         left = [self.messages(stage)[::-1] for stage in range(self.stages)]
         room, waiting = 2, Counter[tuple[int, int]]()
@@ -153,9 +154,9 @@ class Schedule:
         return room
 
     def arrived(self, stage: int) -> dict[Operation, list[Operation]]:
-        """For operations of a stage, earlier ones whose results have been taken elsewhere by the time they begin.
+        """For operations of a stage, earlier ones whose results another stage has used before they begin.
 
-        A stage knows this once it has a result that the other stage made later. It need not know of every result.
+        A stage knows this once it has a result that the other stage computed later. Not every result appears.
         """
         places = [{op.result: i for i, op in enumerate(order)} for order in self.orders]
         heard, sent = [-1] * self.stages, list[tuple[Operation, int, int]]()
@@ -182,13 +183,13 @@ def make_schedule(
     """The lists of a schedule.
 
     Args:
-        chunks: v of ``interleaved``, at least 2; the V-shaped schedules have 2, the others 1, whatever is given.
-        durations: of F, B and W, of all parts of the model or of each, for which the lists of ``zbv`` are made.
+        chunks: v of ``interleaved``, at least 2; ignored by the others (the V-shaped schedules have 2, the rest 1).
+        durations: of F, B and W, the same for all parts of the model or for each part; they determine ``zbv``'s lists.
 
     Raises:
-        ValueError: no such schedule; no stages or micro-batches; fewer chunks than two for ``interleaved``; or micro-
-            batches that a schedule cannot do: no multiple of the stages, or fewer than twice as many for ``dualpipev``;
-            durations are not positive, or not those of all parts.
+        ValueError: no such schedule; no stages or micro-batches; fewer than two chunks for ``interleaved``; a number
+            of micro-batches that the schedule does not support (``interleaved`` needs a multiple of the stages,
+            ``dualpipev`` at least twice as many as stages); durations are not positive, or not one for each part.
     """
     check_known("schedule", name, SCHEDULES)
     if stages < 1 or microbatches < 1:
@@ -224,7 +225,7 @@ def _chunks(name: str, chunks: int) -> int:
 
 
 def check_durations(durations: Sequence[Mapping[str, float]], n_parts: int) -> None:
-    """Raise ValueError unless there are durations of ``n_parts`` parts, and all are positive."""
+    """Raise ValueError unless there are durations for ``n_parts`` parts, all of them positive."""
     if len(durations) != n_parts:
         raise ValueError(f"durations of {n_parts} parts are needed, got {len(durations)}")
     if min(time for each in durations for time in each.values()) <= 0:
@@ -236,10 +237,10 @@ def _part(name: str, stages: int, stage: int, chunk: int) -> int:
 
 
 def _one_direction(name: str, stage: int, stages: int, microbatches: int, chunks: int) -> list[Operation]:
-    """A stage's list: first some forwards, then one forward and one backward in turn, last the remaining backwards."""
+    """A stage's list: some forwards, then forwards and backwards alternately, then the remaining backwards."""
     order = [(i, 0) for i in range(microbatches)]
     ahead = microbatches if name == "gpipe" else stages - stage - 1
-    if name == "interleaved":  # groups of p micro-batches go through all chunks before the next group begins
+    if name == "interleaved":  # groups of p micro-batches pass all chunks before the next group begins
         groups = range(0, microbatches, stages)
         order = [(group + i, chunk) for group in groups for chunk in range(chunks) for i in range(stages)]
         ahead = 2 * ahead + (chunks - 1) * stages
@@ -255,7 +256,7 @@ def _one_direction(name: str, stage: int, stages: int, microbatches: int, chunks
 
 
 def _with_weights_put_off(ordered: list[Operation], stage: int) -> list[Operation]:
-    """The W of micro-batch i runs after the B of micro-batch i + s, and what is left over at the end."""
+    """A list in which W of micro-batch i runs after B of micro-batch i + s, and the remaining W at the end."""
     with_weights: list[Operation] = []
     waiting: list[Operation] = []
     for operation in ordered:
@@ -268,7 +269,7 @@ def _with_weights_put_off(ordered: list[Operation], stage: int) -> list[Operatio
 
 
 def _dual_pipe(name: str, stage: int, stages: int, microbatches: int, chunks: int) -> list[Operation]:
-    """DualPipeV's phases on one stage, whose W are put off while the pipeline fills and while it empties."""
+    """DualPipeV's list of one stage; W are delayed while the pipeline fills and while it drains."""
     order: list[Operation] = []
     done = {(kind, chunk): 0 for kind in ("F", "B") for chunk in (0, 1)}
     waiting: list[Operation] = []

@@ -1,9 +1,9 @@
 """Every layout of a training job, those that fit the GPUs' memory, and the fastest of these.
 
-A layout (``layout.py``) is a mesh, a level of ZeRO, a pipeline schedule with its chunks, what blocks keep for backward,
-and a micro-batch. All whose sizes multiply to the number of GPUs and divide the batch and the model are tried: their
-peak is a closed form (``rank_memory.py``), and they are ordered by a lower bound of their step, in which the bubble is
-the least of their schedule. Schedules are simulated from the front of that order until no bound can win any more.
+A layout (``layout.py``) is a mesh, a level of ZeRO, a pipeline schedule with its chunks, the level of activations that
+blocks keep, and a micro-batch. All layouts are tried whose sizes multiply to the number of GPUs and divide the batch
+and the model. Their peak is a closed form (``rank_memory.py``). They are sorted by a lower bound of their step's time,
+with the least bubble of their schedule, and simulated in that order until no remaining bound can be the fastest.
 
     found = Search.of(Job(config, 8192, 2**22, n_gpus=64, hardware=hardware, device_bytes=80 * 2**30))
     found.best(10), found.best(1, lambda layout: layout.pipeline == 1)
@@ -31,8 +31,8 @@ USABLE = 0.95
 (4 of 80 GiB)."""
 
 MICRO_BATCHES = (1, 2, 4)
-"""Sequences of a micro-batch. Where context ranks share it, it has one: two on four ranks are work and bytes as one on
-two, but for more messages."""
+"""Sequences per micro-batch. With context ranks, it is one: two sequences on four ranks are the same work and bytes as
+one on two, with more messages."""
 
 Where = Callable[[Layout], bool]
 
@@ -42,7 +42,7 @@ class Job:
     """A model, its batch, and the GPUs to train it on.
 
     Raises:
-        ValueError: a number is not positive, a peak of the GPU is not published, or the batch is no whole number of
+        ValueError: a number is not positive, a peak of the GPU is not published, or the batch is not a whole number of
             sequences.
     """
 
@@ -53,9 +53,9 @@ class Job:
     n_gpus: int
     hardware: Hardware
     device_bytes: float
-    """The memory of a GPU; tensors get ``USABLE`` of it."""
+    """The memory of a GPU, of which tensors may take the share ``USABLE``."""
     network_bytes_per_s: float = NETWORK_BYTES_PER_S
-    """What a GPU sends to other hosts, in one direction."""
+    """The rate at which a GPU sends to other hosts."""
     moments: Moments = tuple(MASTER_MOMENTS.items())
 
     def __post_init__(self) -> None:
@@ -87,12 +87,12 @@ class Job:
         return rank_peak(self.config, self.length, layout, moments=self.moments).n_bytes
 
     def mfu(self, seconds: float) -> float:
-        """Model FLOP/s of a step over the peak; attention counts causal (``costs/flops.py``)."""
+        """Model FLOP/s divided by the peak, with causal attention (``costs/flops.py``)."""
         flops = self.n_sequences * model_flops(self.config, 1, self.length, "step")
         return flops / seconds / self.n_gpus / self.hardware.peaks("bf16")[0]
 
     def tokens_per_s(self, seconds: float) -> float:
-        """Tokens of all GPUs."""
+        """Tokens per second of all GPUs together."""
         return self.batch_tokens / seconds
 
     def meshes(self) -> Iterator[Layout]:
@@ -135,8 +135,8 @@ class Job:
     def _schedules(self, n_stages: int, n_micro_batches: int) -> list[tuple[str, int]]:
         """The schedules and numbers of chunks that run ``n_micro_batches`` on ``n_stages``.
 
-        Chunks of ``interleaved`` are alike: blocks, with or without embedding and head in the place of one each, divide
-        evenly among them. Every chunk has a block.
+        Chunks of ``interleaved`` are equal: the blocks divide evenly among them, or do so if embedding and head each
+        count as a block. Every chunk has a block.
         """
         if n_stages == 1:
             return [("1f1b", 1)]
@@ -148,9 +148,9 @@ class Job:
 
 
 def _divisions_of_states(mesh: Layout) -> Iterator[tuple[int, int]]:
-    """(ZeRO level, ranks along shard): levels 1 and 2 divide over all data ranks, 3 also over some of them.
+    """(ZeRO level, ranks along shard): levels 1 and 2 shard over all data ranks, 3 also over some of them.
 
-    Stages of a pipeline hold whole gradients, so that level 2 would be as 1.
+    Pipeline stages hold unsharded gradients, so level 2 would equal level 1 there.
     """
     for zero in (each for each in ZERO_LEVELS if each != 2 or mesh.pipeline == 1):
         if zero == 0 or mesh.data * mesh.context > 1:
@@ -160,13 +160,13 @@ def _divisions_of_states(mesh: Layout) -> Iterator[tuple[int, int]]:
 
 
 def divisors(n: int) -> list[int]:
-    """From the smallest to the largest."""
+    """The divisors of ``n``, in ascending order."""
     low = [each for each in range(1, math.isqrt(n) + 1) if n % each == 0]
     return sorted({*low, *(n // each for each in low)})
 
 
 def divides(config: ModelConfig, tensor: int) -> bool:
-    """Whether so many tensor ranks can have equal parts of the model."""
+    """Whether ``tensor`` ranks can have equal parts of the model."""
     try:
         config.part(tensor)
     except ValueError:
@@ -184,7 +184,7 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, int, int, float]:
-        """Its place: seconds to three digits, as no prediction is better; of equals the simplest one first."""
+        """The sort key: seconds to three digits, as predictions are no more exact; then the simplest layout."""
         layout = self.layout
         sizes = layout.data, layout.context, layout.tensor, layout.pipeline, layout.chunks
         return _three_digits(self.seconds.total), sum(n > 1 for n in sizes), self.peak_bytes, self.seconds.total
@@ -196,7 +196,7 @@ def _three_digits(seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Search:
-    """The layouts of a job, with the peaks that do not depend on its GPUs' memory or network."""
+    """The layouts of a job and their peaks, which do not depend on the memory or network of its GPUs."""
 
     job: Job
     peaks: tuple[tuple[int, Layout], ...]
@@ -207,7 +207,7 @@ class Search:
         """Try all layouts.
 
         Raises:
-            ValueError: none divides the batch and the model; the message says which numbers of GPUs have some.
+            ValueError: no layout divides the batch and the model; the message gives numbers of GPUs that do.
         """
         peaks = tuple((job.peak_bytes(layout), layout) for layout in job.layouts())
         if not peaks:
@@ -215,11 +215,11 @@ class Search:
         return cls(job, peaks)
 
     def of_job(self, job: Job) -> "Search":
-        """The same layouts for a job that differs in the memory of its GPUs or their network alone."""
+        """The same layouts for a job that differs only in the memory or the network of its GPUs."""
         return replace(self, job=job)
 
     def hiding_tensor_ranks(self) -> "Search":
-        """The same layouts with rows of tensor ranks copied beside products, where GPUs reach each other's memory."""
+        """The same layouts, but tensor ranks copy rows beside matmuls, as GPUs with peer access can."""
 
         def copying(layout: Layout) -> Layout:
             near = layout.tensor <= GPUS_PER_HOST and self.job.hardware.copies_reach(layout.tensor)
@@ -229,7 +229,7 @@ class Search:
 
     @cached_property
     def _fitting(self) -> list[tuple[float, int, Layout]]:
-        """(least seconds, bytes, layout) of those that fit, by seconds."""
+        """(lower bound of seconds, bytes, layout) of the layouts that fit, sorted by seconds."""
         budget, bound = self.job.budget_bytes, partial(self.job.seconds, simulated=False)
         found = [(bound(layout).total, peak, layout) for peak, layout in self.peaks if peak <= budget]
         return sorted(found, key=lambda each: each[:2])
@@ -239,7 +239,7 @@ class Search:
         return len(self._fitting)
 
     def check_fits(self) -> None:
-        """Raise ValueError if no layout fits; the message has the least memory with which one would."""
+        """Raise ValueError if no layout fits; the message gives the least memory with which one would."""
         if not self._fitting:
             job, (least, layout) = self.job, min(self.peaks, key=lambda each: each[0])
             gpus = f"{job.n_gpus} GPUs" if job.n_gpus > 1 else "one GPU"
@@ -249,7 +249,7 @@ class Search:
             )
 
     def best(self, n: int = 1, where: Where = lambda layout: True) -> list[Candidate]:
-        """The fastest ``n`` that fit and the condition allows, or as many as there are."""
+        """The fastest ``n`` layouts, or fewer, that fit and satisfy ``where``."""
         found: list[Candidate] = []
         for bound, peak, layout in self._fitting:
             if len(found) >= n and _three_digits(bound) > found[n - 1].rank[0]:

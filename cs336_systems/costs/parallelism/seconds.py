@@ -1,26 +1,26 @@
-"""The seconds of a training step on one GPU, or over a mesh of ranks and the stages of a pipeline, before it runs.
+"""Predicts the seconds of a training step on one GPU, or on a mesh of ranks and pipeline stages.
 
-    compute      products, attention and passes over memory at the rates of ``costs/rates.py``, divided evenly over
-                 the ranks that share a batch; in context order ``ring`` the last rank's, who sees most keys; of a
-                 pipeline its slowest stage's
-    late         kernels are shorter than the host needs to launch them
-    bubble       the stage stands still while the pipeline fills and drains (``bubbles.py``)
-    optimizer    its passes over the weights that the rank updates, or the copies of states that lie on the host
-    waiting      messages beside which nothing runs: rows of tensor ranks that go by collectives, gathered keys,
-                 other keys where they take longer than attention, rows between stages of the first and last micro-batch
-    slowed       gradients and weights: kernels run longer beside their collectives, by ``SLOWED`` of these' time, and
-                 wait for what takes longer than both
-    copies       of blocks' inputs and gradients that lie on the host: what takes longer than the kernels beside them
+    compute      matmuls, attention and passes over memory at the rates of ``costs/rates.py``, divided evenly over the
+                 ranks that share a batch; in context order ``ring`` for the last rank, which sees the most keys; in a
+                 pipeline for its slowest stage
+    late         the GPU waits for the host, which launches kernels more slowly than they run
+    bubble       the stage is idle while the pipeline fills and drains (``bubbles.py``)
+    optimizer    its passes over the weights that the rank updates, or copies of offloaded states if these take longer
+    waiting      exposed messages: rows that tensor ranks send by collectives; gathered keys, and other keys as far as
+                 they take longer than attention; rows between stages for the first and last micro-batch
+    slowed       collectives of gradients and weights: kernels beside them take longer, by ``SLOWED`` of the
+                 collectives' time, or wait for them if they take longer than kernels
+    copies       of offloaded blocks' inputs and gradients, as far as they take longer than the kernels beside them
 
-Messages inside a host take NVLink. A collective that leaves its host does so by the network card of each of its ranks
-there, so that it has the lesser of the link's rate and of those cards' together, and waits for each host once. Between
-neighbours (stages, and context ranks by ``zigzag`` or ``ring``) one card carries a message. The order of dimensions
-(``layout.py``) decides which messages leave. Gradients that are sent once a step run beside one micro-batch, weights
-and gradients of ZeRO 3 (of ZeRO 2 the gradients) beside each.
+Messages inside a host use NVLink. A collective over several hosts uses the network card of each of its ranks: its rate
+is the smaller of the link's and that of a host's cards together, and it pays one latency per host. Between neighbours
+(stages, and context ranks in order ``zigzag`` or ``ring``) one card carries a message. The order of dimensions
+(``layout.py``) decides which messages leave a host. Gradients that are sent once per step overlap one micro-batch; the
+weights and gradients of ZeRO 3, and the gradients of ZeRO 2, overlap each micro-batch.
 
-Left out: that smaller matrices reach lower rates, waits for messages that could be hidden, other
-traffic on the network, and the slowest of many GPUs. Rates between hosts are not measured here: they are published line
-rates by the share of NVLink that a ring reaches.
+Not modelled: lower rates of smaller matrices, waits for messages that could be hidden, other traffic on the network,
+and the slowest of many GPUs. Rates between hosts are not measured here: they are published line rates times the share
+of NVLink's rate that a ring reaches.
 
     found = step_seconds(config, 8192, Layout(tensor=2), hardware_named("h200"))
     found.total, found.waiting
@@ -49,30 +49,30 @@ from cs336_systems.costs.streaming import LEVELS, MOMENTS, StreamedWork
 from cs336_systems.hardware import Hardware
 
 ALPHA_S = 25e-6
-"""Seconds to start a message over NVLink (fitted as ``LINK_SHARE``)."""
+"""Latency of a message over NVLink in seconds (fitted like ``LINK_SHARE``)."""
 
 HOST_ALPHA_S = 14e-6
-"""Seconds for which a ring waits at each host, as NCCL estimates them (hwLatencies of a network, ring, protocol Simple:
+"""Latency of a ring per host in seconds, by NCCL's estimate (hwLatencies of a network, ring, protocol Simple:
 NVIDIA/nccl, src/graph/tuning.cc)."""
 
 SLOWED = 0.5
-"""Seconds by which kernels run longer, a second of collectives beside them (fitted to llama3-8b at 8,192 tokens under
-FSDP on two and four H200s, rows of mesh-tensor and mesh-four: 46 of 76 ms and 58 of 114)."""
+"""Extra seconds of kernels per second of collectives beside them (fitted to llama3-8b at 8,192 tokens under FSDP on two
+and four H200s, rows of mesh-tensor and mesh-four: 46 of 76 ms and 58 of 114 ms)."""
 
 BLOCK_HOST_S, BLOCK_HOST_FP8_S = 1.6e-3, 4.1e-3
-"""Seconds of the host for a block's forward and backward, and for the same in fp8. From launch-bound steps: 38.5 ms in
+"""Host seconds to launch a block's forward and backward, in bf16 and in fp8. From launch-bound steps: 38.5 ms in
 24 blocks of 0.5B and, in fp8, 115 ms in 28 blocks of 7B beside other jobs (LOG.md). host_lead in rows of training-2
 says 54 launches a block, in fp8 75, if the host can be 1,024 ahead."""
 
 SHARDS_HOST_S, PART_HOST_S, COLLECTIVES_HOST_S, COPIES_HOST_S = 1.7e-3, 2.9e-3, 3.0e-3, 10.55e-3
-"""Seconds of the host that a block takes more: under ZeRO 3, for each further part of the keys that a context rank
-takes up, and where tensor ranks send rows by collectives or copy them; copies take as long under ZeRO 3. From
+"""Additional host seconds per block: under ZeRO 3; for each further part of the keys that a context rank visits; if
+tensor ranks send rows by collectives; and if they copy rows, which takes as long under ZeRO 3. From
 launch-bound steps of 32 blocks: 220 and 378 ms under ZeRO 3 on two and four context ranks, 168 and 181 by collectives
 on two tensor ranks (rows of mesh-short and mesh-four), 392 to 433 by copies on two and four (mesh-tensor, mesh-four).
 Another host took a fifth longer."""
 
 Moments = tuple[tuple[str, int], ...]
-"""Names of the states that the optimizer keeps, and bytes a parameter of each."""
+"""(Name, bytes per parameter) of each optimizer state."""
 BF16_MOMENTS: Moments = tuple(MOMENTS.items())
 
 _ITEMSIZE = 2
@@ -81,7 +81,7 @@ _part = cache(ModelConfig.part)
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of one step on the slowest rank, by part."""
+    """Seconds of one step on the slowest rank, by the parts of the module's docstring."""
 
     compute: float
     optimizer: float
@@ -97,7 +97,7 @@ class StepSeconds:
 
     @property
     def exposed(self) -> float:
-        """Seconds by which communication makes the step longer."""
+        """Seconds of exposed communication."""
         return self.waiting + self.slowed
 
 
@@ -119,19 +119,19 @@ def step_seconds(
     """Predict a step on sequences of ``length`` tokens.
 
     Args:
-        network_bytes_per_s: what a GPU sends to other hosts, in one direction.
-        moments: bytes a parameter that the optimizer keeps, by name.
-        recipe: of blocks' matmuls.
-        offload: names of what lies on the host, of ``costs/offload.py``.
-        sustained: the engine's shares of the device's rates; None for this suite's on that device.
-        launches: whether kernels may wait for this suite's host, which launches them one by one.
-        copied_from: the fewest elements of a tensor rank's rows that are copied, if its layout asks for copies; fewer,
-            and those to another host, go by collectives.
+        network_bytes_per_s: the rate at which a GPU sends to other hosts.
+        moments: bytes per parameter of each optimizer state, by name.
+        recipe: quantization of the blocks' matmuls.
+        offload: names of what is offloaded to the host, from ``costs/offload.py``.
+        sustained: the share of each device rate that an engine reaches; None for this suite's shares on that device.
+        launches: whether to model launch-bound steps of this suite, whose host launches kernels one by one.
+        copied_from: if the layout has tensor ranks copy rows, the fewest elements for which they do so; fewer, and rows
+            to another host, go by collectives.
         simulated: whether the bubble is simulated; else it is the least that its schedule can have.
 
     Raises:
-        ValueError: a rate of the device is not published, the model or its sequences cannot be divided so, or ``keep``
-            is not of a hand-written backward.
+        ValueError: a rate of the device is not published, the model or its sequences cannot be divided this way, or
+            ``keep`` is no level of hand-written blocks.
     """
     m, parts, rates = layout.n_micro_batches, layout.context * layout.tensor, Rates.of(hardware, sustained=sustained)
     if recipe.quantized and not rates.quantized:
@@ -181,11 +181,11 @@ CLASSES: dict[str, dict[str, float]] = {
     "attention": {"attention_forward": inf, "attention_backward": inf},
     "passes over memory": {"memory": inf},
 }
-"""Classes of kernels, and the shares of an engine for which they take no time."""
+"""Classes of kernels, with the shares of ``Sustained`` that, when infinite, make them take no time."""
 
 
 def by_class(config: ModelConfig, length: int, layout: Layout, hardware: Hardware, **how: Any) -> dict[str, float]:
-    """Seconds of a step by class of kernel, the optimizer, and what links add; they sum up to its total."""
+    """Seconds of a step by class of kernel, optimizer, links and idle time; they sum up to its total."""
     sustained = how.pop("sustained", None) or ours_on(hardware)
     step = step_seconds(config, length, layout, hardware, sustained=sustained, **how)
     found = {}
@@ -197,10 +197,10 @@ def by_class(config: ModelConfig, length: int, layout: Layout, hardware: Hardwar
 
 
 def _host_seconds(layout: Layout, by: str, recipe: Recipe) -> float:
-    """Seconds for which the host launches a block's forward and backward.
+    """Seconds that the host needs to launch a block's forward and backward.
 
     Args:
-        by: how tensor ranks' rows go, ``collectives`` or ``copies``.
+        by: how tensor ranks send rows, ``collectives`` or ``copies``.
     """
     seconds = BLOCK_HOST_FP8_S if recipe.quantized else BLOCK_HOST_S
     if layout.context_order != "gathered":
@@ -224,9 +224,9 @@ def _offloaded(
     offload: frozenset[str],
     rates: Rates,
 ) -> tuple[float, float]:
-    """Seconds of copies of what lies on the host: at the end of a step, and beside each micro-batch's kernels.
+    """Seconds of copies of offloaded tensors: (at the end of a step, beside each micro-batch's kernels).
 
-    GPUs of one host do not slow each other's copies here, which they do where its memory is busy.
+    The model ignores that GPUs of one host slow each other's copies if they saturate its memory.
     """
     parameters = fullest.n_parameters(part)
     keys = state_keys(offload)
@@ -243,20 +243,20 @@ class _Network:
     """The rates of messages between GPUs, in bytes/s each way."""
 
     nvlink_bytes_per_s: float
-    """That of PCIe, if there is none."""
+    """NVLink's rate, or PCIe's if there is no NVLink."""
     joined: int
-    """GPUs of a host that NVLink joins."""
+    """How many GPUs of a host NVLink connects."""
     pcie_bytes_per_s: float
     """Through the host, to its other GPUs."""
     card_bytes_per_s: float
     """Through a GPU's network card, to other hosts."""
 
     def inside(self, n_gpus: int) -> float:
-        """The rate between neighbours among so many GPUs of a host."""
+        """The rate between neighbours among ``n_gpus`` GPUs of a host."""
         return self.nvlink_bytes_per_s if n_gpus <= self.joined else self.pcie_bytes_per_s
 
     def ring(self, n_ranks: int, stride: int) -> tuple[Link, int]:
-        """The link of collectives of ranks that are so far apart, and the hosts that their rings pass."""
+        """The link of collectives over ranks that are ``stride`` apart, and the number of hosts in their ring."""
         if n_ranks * stride <= GPUS_PER_HOST:
             return Link(ALPHA_S, 1 / (LINK_SHARE * self.inside(n_ranks * stride))), 1
         here = min(n_ranks, max(1, GPUS_PER_HOST // stride))
@@ -264,21 +264,21 @@ class _Network:
         return Link(ALPHA_S, 1 / (LINK_SHARE * rate)), -(-n_ranks // here)
 
     def neighbours(self, n_ranks: int, stride: int) -> Link:
-        """The slowest link of messages from one of these ranks to the next, which one card carries between hosts."""
+        """The slowest link between consecutive ranks of these; between hosts, one card carries a message."""
         if n_ranks * stride <= GPUS_PER_HOST:
             return self.ring(n_ranks, stride)[0]
         return Link(HOST_ALPHA_S, 1 / (LINK_SHARE * min(self.inside(GPUS_PER_HOST), self.card_bytes_per_s)))
 
 
 class _Work(NamedTuple):
-    """The seconds of a whole model on one micro-batch, on one GPU."""
+    """The seconds of the whole model on one micro-batch on one GPU."""
 
     compute: float
-    """The whole of a forward and a backward."""
+    """Forward and backward."""
     attention: float
     forward: float
     weights: float
-    """The products that give gradients of weights."""
+    """The matmuls of weight gradients."""
     block: float
     """A block's forward and backward."""
     embedding: float
@@ -286,7 +286,7 @@ class _Work(NamedTuple):
     updates: float
     """The optimizer's passes over all weights."""
     adds: float
-    """How much longer products take that add to gradients than those that write them."""
+    """How much longer matmuls take that accumulate into gradients than those that overwrite them."""
 
     def cost(self, stage: Stage) -> float:
         """Seconds of a stage's forward and backward."""
@@ -324,12 +324,12 @@ def _work(
 
 
 class _RowSeconds(NamedTuple):
-    """Seconds in which the rows of tensor ranks travel in a micro-batch."""
+    """Seconds of the messages with tensor ranks' rows in a micro-batch."""
 
     collectives: float = 0.0
-    """Beside which nothing runs."""
+    """Exposed."""
     copies: float = 0.0
-    """Which run beside all kernels but attention, and are waited for as far as they take longer."""
+    """These overlap all kernels except attention; they are exposed as far as they take longer."""
 
 
 @cache
@@ -350,7 +350,7 @@ def _tensor_seconds(
 def _context_waits(
     part: ModelConfig, stage: Stage, rows: int, layout: Layout, network: _Network, attention: float
 ) -> float:
-    """Seconds in which keys and values, and their gradients, travel in a micro-batch, beside which nothing runs."""
+    """Exposed seconds of sending keys, values and their gradients in a micro-batch."""
     n_ranks = layout.context
     if n_ranks == 1:
         return 0.0
@@ -370,18 +370,18 @@ def _context_sent(part: ModelConfig, n_layers: int, rows: int, keep: str, n_rank
 
 @cache
 def _sharded_bytes(part: ModelConfig, stage: Stage, n_shards: int) -> float:
-    """Bytes that a rank sends on a ring to gather weights and scatter gradients of one micro-batch under ZeRO 3."""
+    """Bytes that a rank sends to gather weights and scatter gradients of one micro-batch under ZeRO 3, by rings."""
     traffic = step_traffic(stage.units(part), n_shards, compute_bytes=_ITEMSIZE, gradient_bytes=_ITEMSIZE)
     return traffic.sent_per_rank
 
 
 def _ring_bytes(sent: Sent, n_ranks: int) -> float:
-    """Bytes that a rank sends on a ring for gathers and reduce-scatters, both counted by their outputs."""
+    """Bytes that a rank sends on a ring for all-gathers and reduce-scatters; ``sent`` counts their outputs."""
     return (n_ranks - 1) * (sent[GATHER] / n_ranks + sent[SCATTER])
 
 
 def _stage_waits(config: ModelConfig, rows: int, layout: Layout, network: _Network) -> float:
-    """Seconds in which the first micro-batch's rows reach the model's last part, and its gradients come back."""
+    """Seconds to send one micro-batch's rows through all stages, and its gradients back."""
     if layout.pipeline == 1:
         return 0.0
     link = network.neighbours(layout.pipeline, layout.stride("pipeline"))
@@ -395,7 +395,7 @@ def _slowed(part: ModelConfig, stage: Stage, layout: Layout, network: _Network, 
     """Seconds that collectives of weights and gradients add to a step.
 
     Args:
-        beside: seconds of kernels in a micro-batch, under which they can hide as no other messages do.
+        beside: seconds of a micro-batch's kernels that no other messages overlap, and that can hide these.
     """
     n_shards, n_copies = layout.n_state_shards, layout.n_copies
     gradients, n_units = stage.n_parameters(part) * _ITEMSIZE, stage.n_layers + stage.embedding + stage.head
@@ -410,7 +410,7 @@ def _slowed(part: ModelConfig, stage: Stage, layout: Layout, network: _Network, 
         half = (n_shards - 1) / n_shards * gradients / link.bytes_per_s + latency
         if layout.zero == 3:
             each = _sharded_bytes(part, stage, n_shards) / link.bytes_per_s + 3 * latency
-            if layout.pipeline > 1:  # whose gradients are reduced when all micro-batches are done
+            if layout.pipeline > 1:  # gradients are reduced once, after all micro-batches
                 each, once = max(0.0, each - half), once + half
         else:
             each, once = (half, once + half) if layout.zero == 2 else (0.0, once + 2 * half)

@@ -1,8 +1,8 @@
-"""Division of a model's blocks over the parts of a pipeline, so that all stages take about as long.
+"""Divides a model's blocks over the parts of a pipeline, so that all stages take about equally long.
 
-Embedding and head lie at the ends. The head with its loss takes as long as several blocks (two of Llama 3 8B), so the
-stage that has it gets fewer blocks. Seconds are those of one H100 by ``costs/streaming.py``; only their ratios count,
-which differ little between GPUs.
+The embedding is in the first part, the head in the last. The head with its loss takes as long as several blocks (two in
+Llama 3 8B), so the stage that has it gets fewer blocks. Seconds are predicted for an H100 by ``costs/streaming.py``;
+only their ratios matter, which differ little between GPUs.
 
     plan = plan_of(case)                               # None without a pipeline
     blocks = divide(plan, case.config)                 # slices of the model's blocks, by part
@@ -33,9 +33,9 @@ class Stage:
     head: bool
 
     def units(self, part: ModelConfig) -> list[list[Shape]]:
-        """Parameter shapes, unit by unit (``costs/fsdp.py``), of this stage of what a tensor rank holds.
+        """Shapes of this stage's parameters by FSDP unit (``costs/fsdp.py``); ``part`` is a tensor rank's model.
 
-        A head that is tied to the embedding is a unit of a stage that has the head alone.
+        A head that is tied to the embedding is a unit only on a stage without the embedding.
         """
         embedding, *blocks = model_units(part)
         blocks, ends = blocks[: part.n_layers][:1] * self.n_layers, blocks[part.n_layers :]
@@ -43,7 +43,7 @@ class Stage:
         return [*([embedding] if self.embedding else []), *blocks, *([*ends, *tied_away] if self.head else [])]
 
     def n_parameters(self, part: ModelConfig) -> int:
-        """The parameters of this stage of what a tensor rank holds."""
+        """The number of this stage's parameters; ``part`` is a tensor rank's model."""
         words = part.vocab_size * part.d_model
         tied = part.tie_embeddings and self.embedding and self.head
         ends = (self.embedding + self.head - tied) * words + self.head * part.d_model
@@ -61,7 +61,7 @@ def plan_of(case: TrainingCase) -> Schedule | None:
 
 
 def divide(plan: Schedule, config: ModelConfig) -> tuple[slice, ...]:
-    """The blocks of each part, from input to output, by their numbers.
+    """The slice of block numbers of each part, from input to output.
 
     Raises:
         ValueError: there are fewer blocks than parts.
@@ -78,9 +78,10 @@ def divide(plan: Schedule, config: ModelConfig) -> tuple[slice, ...]:
 def stages_of(
     config: ModelConfig, length: int, n_stages: int, schedule: str = "1f1b", chunks: int = 1
 ) -> tuple[Stage, ...]:
-    """The stages of a pipeline on sequences of ``length`` tokens, by the division of ``divide``.
+    """The stages of a pipeline on sequences of ``length`` tokens, with blocks divided as by ``divide``.
 
-    Where blocks are one or two fewer than parts, the head, or also the embedding, is a part by itself, as in Megatron.
+    If there are one or two fewer blocks than parts, the head, or head and embedding, are parts without blocks, as in
+    Megatron.
 
     Raises:
         ValueError: there are fewer blocks.
@@ -111,8 +112,8 @@ def blocks_of_parts(schedule: str, n_stages: int, chunks: int, config: ModelConf
         of_stages[stage] += load
     late = 1 if schedule == "zbv" else -1
     for _ in range(config.n_layers - len(places)):
-        # Of the stage with least to do, the part with least. Ties go to later parts, which wait for the others; under
-        # ZBV to earlier ones (Llama 3 8B on four stages with 8 micro-batches: 9.9 for 11.9 % idle, simulated).
+        # The least loaded part of the least loaded stage. Ties go to later parts, which wait for the others; under ZBV
+        # to earlier ones (Llama 3 8B on four stages with 8 micro-batches: 9.9 instead of 11.9 % idle, simulated).
         part = min(range(len(places)), key=lambda part: (of_stages[places[part][0]], loads[part], late * part))
         counts[part] += 1
         loads[part] += 1
@@ -121,13 +122,13 @@ def blocks_of_parts(schedule: str, n_stages: int, chunks: int, config: ModelConf
 
 
 def stages_of_case(case: TrainingCase) -> tuple[Stage, ...]:
-    """The stages of a case's pipeline; without one a single stage."""
+    """The stages of a case's pipeline; a single stage if it has none."""
     how, length = case.parallel, case.config.context_length
     return stages_of(case.config, length, how.pipeline, how.pipeline_schedule, how.pipeline_chunks)
 
 
 def end_blocks(config: ModelConfig) -> tuple[float, float]:
-    """Seconds of the embedding, and of the head with its loss, forward and backward, in those of a block."""
+    """Forward and backward time of (the embedding, the head with its loss), relative to that of a block."""
     seconds = _seconds(config, LEVELS[0])
     block = seconds["forward"] + seconds["backward"]
     return (seconds["embed"] + seconds["embed backward"]) / block, seconds["head"] / block
@@ -136,11 +137,11 @@ def end_blocks(config: ModelConfig) -> tuple[float, float]:
 def part_seconds(config: ModelConfig, counts: Sequence[int], keep: str) -> list[dict[str, float]]:
     """Seconds of F, B and W of one sequence on each part of the model.
 
-    The head's gradients come with its loss, in F; those of the embedding in B.
+    The head's gradients are computed with its loss, in F; those of the embedding in B.
 
     Args:
-        counts: the blocks of each part.
-        keep: what blocks keep: the last one's level counts, of which switches are left out.
+        counts: the number of blocks of each part.
+        keep: the level of the blocks; only the last block's level counts, without its switches.
     """
     level = keep.split("+")[-1].split("-")[0]
     seconds = _seconds(config, level if level in LEVELS else LEVELS[-1])

@@ -1,8 +1,8 @@
-"""The bytes of messages, not on the wire, of a training step over the ranks of a mesh (``distributed/mesh.py``).
+"""The bytes of the messages of a training step over a mesh (``distributed/mesh.py``), counted by tensors.
 
-Bytes are those of ``harness/traffic.py``: of a gather or a reduce-scatter its output, of an all-reduce what it reduces,
-of a send what is sent. With R tokens in a rank's micro-batch, D d_model, d_kv the width of its keys, t tensor ranks
-and e bytes of an element, each block sends in a micro-batch
+Bytes are counted as in ``harness/traffic.py``, not on the wire: the output of an all-gather or reduce-scatter, the
+tensor of an all-reduce or a send. With R tokens in a rank's micro-batch, D d_model, d_kv the width of its keys, t
+tensor ranks and e bytes per element, each block sends in a micro-batch
 
     tensor    forward   2 gathers of R D e and 2 reduce-scatters of R D e / t
               backward  the same, a gather for each norm that is not kept, a reduce-scatter if the residual is not
@@ -10,8 +10,8 @@ and e bytes of an element, each block sends in a micro-batch
     context   forward   keys and values, to each rank whose queries see them, at most 2 R d_kv e each
               backward  the same, and their gradients back
 
-and embedding, head and loss about half a block's (Korthikanti et al. 2022, section 4.2.2; Liu et al. 2023). A part of a
-pipeline sends R D e / t to the next one forward, and as much to the one before backward.
+Embedding, head and loss together send about half as much as a block (Korthikanti et al. 2022, section 4.2.2; Liu et al.
+2023). A part of a pipeline sends R D e / t to the next part in forward, and as much to the preceding one in backward.
 """
 
 from collections import Counter
@@ -30,9 +30,9 @@ Sent = Counter[str]
 """Bytes by kind of message."""
 
 _READERS = {"normed1": "qkv", "normed2": "gate_up"}
-"""Each norm, and the product of it that backward recomputes if it is not kept."""
+"""Each norm, and the matmul of its output that backward recomputes if its result is not kept."""
 _N_AGREED, _MAXIMUM_BYTES = 4, 4
-"""The largest magnitudes of both norms and of the gradients of both results of a block, in fp32."""
+"""Bytes of the fp32 absmax of both norms and of the gradients of a block's two outputs."""
 
 
 COPIED_FROM = 12 * 2**20
@@ -44,7 +44,7 @@ COPIED_FROM_SINCE = "2026-11-28T13:37"
 
 
 def copied_from(device: str) -> int:
-    """``COPIED_FROM`` on a GPU, 0 on a CPU, where messages stand for copies of any size."""
+    """``COPIED_FROM`` on a GPU; 0 on a CPU, where messages replace copies of any size."""
     return 0 if device == "cpu" else COPIED_FROM
 
 
@@ -58,13 +58,13 @@ def tensor_sent(
     by: str = "collectives",
     recipe: Recipe = STORED,
 ) -> Sent:
-    """Count what a tensor rank sends in a micro-batch of ``n_rows`` tokens, with as much kept as ``keep`` says.
+    """Count what a tensor rank sends in a micro-batch of ``n_rows`` tokens, if blocks keep the level ``keep``.
 
-    By copies, what blocks gather, scatter and add up goes from each rank to each other. Statistics of the loss travel
-    in at least fp32.
+    By copies, each rank sends to every other one what blocks would gather, scatter or add up by collectives. Statistics
+    of the loss are sent in at least fp32.
 
     Args:
-        recipe: of the blocks' matmuls; those that it quantizes gather in eight bits.
+        recipe: of the blocks' matmuls; quantized ones gather one byte per element.
     """
     sent: Sent = Counter()
     if n_ranks == 1:
@@ -72,9 +72,9 @@ def tensor_sent(
     whole, own = n_rows * config.d_model * itemsize, n_rows // n_ranks * config.d_model * itemsize
     for block, level in enumerate(keep_of_blocks(keep, config.n_layers)):
         kept, quantized = kept_names(level), recipe.quantizes(block, config.n_layers)
-        # The transpose that is kept of a quantized norm does not serve a product that forward has read it for.
+        # A quantized norm is kept transposed, which is no operand for recomputing forward's matmul.
         norms = [{norm} | ({product} if quantized else set()) for norm, product in _READERS.items()]
-        again = "residual" not in kept  # which brings the norm after it along
+        again = "residual" not in kept  # recomputing it includes the norm after it
         n_gathers = 4 + (not norms[0] <= set(kept)) + (again or not norms[1] <= set(kept))
         sent[GATHER] += n_gathers * (whole // itemsize if quantized else whole)
         sent[REDUCE] += _N_AGREED * _MAXIMUM_BYTES * quantized
@@ -83,7 +83,7 @@ def tensor_sent(
     sent[REDUCE] += config.d_model * itemsize
     if by == "copies":
         sent[SEND] = (n_ranks - 1) * (sent.pop(GATHER) // n_ranks + sent.pop(SCATTER) + sent.pop(REDUCE))
-    sent[GATHER] += 2 * whole + n_ranks * n_rows * 2 * max(4, itemsize)  # embedding, head, and what the loss agrees on
+    sent[GATHER] += 2 * whole + n_ranks * n_rows * 2 * max(4, itemsize)  # embedding, head, and the loss's statistics
     sent[SCATTER] += 2 * own
     return sent
 
@@ -94,7 +94,7 @@ def context_sent(
     """Count what context rank ``rank`` of ``n_ranks`` sends in a micro-batch of ``n_rows`` tokens of its own.
 
     Args:
-        config: of what a tensor rank holds, where there are several.
+        config: a tensor rank's part of the model, if there are several.
     """
     sent: Sent = Counter()
     if n_ranks == 1:
@@ -114,9 +114,9 @@ def context_sent(
 def pipeline_sent(config: ModelConfig, n_rows: int, plan: Schedule, stage: int, itemsize: int) -> Sent:
     """Count what a stage sends in a step of the schedule's micro-batches, each of ``n_rows`` tokens.
 
-    Results of all parts go on, outputs to the part after and gradients of inputs to the part before, but for those that
-    the same stage takes. The ends of the model exchange the gradient of a tied embedding, if they are on two stages.
-    A tensor rank counts what it has: ``config`` of its part, and its rows.
+    Each part sends its output to the next part and its input's gradient to the preceding one, unless the same stage has
+    that part. The first and last part exchange the gradient of a tied embedding if they are on two stages. For a tensor
+    rank, ``config`` is its part of the model and ``n_rows`` counts its rows.
     """
     stages = [of for of, _ in plan.places]
     crossed = sum((here == stage) + (there == stage) for here, there in pairwise(stages) if here != there)
@@ -129,15 +129,15 @@ def pipeline_sent(config: ModelConfig, n_rows: int, plan: Schedule, stage: int, 
 def sharded_sent(
     config: ModelConfig, plan: Schedule, blocks: Sequence[slice], stage: int, itemsize: int, n_shards: int
 ) -> Sent:
-    """Count what FSDP sends on a stage in a step, but for a pipeline's first one, beside ``pipeline_sent``.
+    """Count what FSDP sends on a stage in every step after the first, in addition to ``pipeline_sent``.
 
-    Each pass of a part gathers that part's units, the first of them as the operation before begins. It frees all but
-    the first unit of the next operation; a forward also keeps its own last one for a backward. Gradients are reduced
-    once.
+    Each pass of a part gathers that part's units; the first unit is gathered when the preceding operation begins. The
+    pass frees all units except the first unit of the next operation; a forward also keeps its last unit for a backward.
+    Gradients are reduced once.
 
     Args:
-        config: of what a tensor rank holds.
-        blocks: those of each part of the model.
+        config: a tensor rank's part of the model.
+        blocks: the blocks of each part of the model.
     """
     words, block, *_ = (padded_elements(unit, n_shards) for unit in model_units(config))
     units: list[list[int | str]] = [list(range(own.start, own.stop)) for own in blocks]

@@ -1,14 +1,15 @@
-"""The lists of ZBV, by list scheduling: several rules are simulated, and the one whose last stage ends first wins.
+"""The lists of ZBV, by list scheduling: several priority rules are simulated, and the one that ends first is taken.
 
-A stage that is free takes, of the operations whose inputs are there, the first in the order of a rule. Where nothing
-but W can begin, it begins one, unless an input that is on its way would then wait for more than a share of it. A stage
-holds at most p micro-batches in both chunks (2p halves, from F to W). One half is never given to the first chunk, so
-that the oldest micro-batch can always go on. A rule also says how many halves more the first stage's first chunk leaves
-free: fewer forwards ahead make later ones wait less in the middle.
+A free stage runs, among the operations whose inputs have arrived, the one with the highest priority. If only W can
+begin, it runs one, unless the next F or B, whose input is under way, would then be delayed by more than a given share
+of that W. (A stage whose memory is full runs W in any case.) A stage holds at most p micro-batches in both chunks, that
+is 2p halves, from F to W. One half is never given to the first chunk, so that the oldest micro-batch can always
+proceed. A rule also says how many more halves the first stage leaves free in its first chunk: fewer forwards ahead make
+later ones wait less in the middle.
 
-No rule is best for all durations. Parts that take the same get the first rule alone: a search of layouts, which takes
-all parts for alike, asks for thousands of lists. Source: Qi et al. 2024, "Pipeline parallelism with controllable
-memory".
+No rule is best for all durations. If all parts take equally long, only the first rule is used, because a search over
+layouts, which assumes equal parts, needs thousands of lists. Source: Qi et al. 2024, "Pipeline parallelism with
+controllable memory".
 
     best_orders(4, 8, durations)[0]                    # the first stage's (kind, micro-batch, chunk)
 """
@@ -22,20 +23,20 @@ from typing import Literal
 Item = tuple[Literal["F", "B", "W"], int, int]
 """Kind, micro-batch and chunk."""
 Rule = tuple[int, float, Sequence[tuple[Literal["F", "B"], int]]]
-"""Halves left free on the first stage; share of a W for which an operation may wait; kinds and chunks by urgency."""
+"""Halves left free on the first stage; share of a W by which an operation may be delayed; (kind, chunk) by priority."""
 
 _URGENT: tuple[tuple[tuple[Literal["F", "B"], int], ...], ...] = (
     (("F", 1), ("B", 0), ("B", 1), ("F", 0)),
     (("B", 1), ("B", 0), ("F", 1), ("F", 0)),
     (("F", 1), ("F", 0), ("B", 0), ("B", 1)),
 )
-"""Kinds and chunks by urgency. Each is the best for some stages, micro-batches and durations of Llama 3 8B's."""
+"""(Kind, chunk) by priority. Each is best for some numbers of stages and micro-batches and durations of Llama 3 8B."""
 _LEFT_FREE = 3
-"""How many numbers of halves that the first stage leaves free are tried, from none on."""
+"""The first stage leaves 0, 1, ... halves free; so many of these values are tried."""
 _FEW = 32
-"""The most micro-batches for which all rules are simulated; lists of more follow the rule of these."""
+"""The most micro-batches for which all rules are simulated; longer lists use the rule that is best for these."""
 _LATE = 0.25, 0.5
-"""Shares of a W for which an operation may wait."""
+"""Shares of a W by which an operation may be delayed."""
 
 
 def best_orders(stages: int, microbatches: int, durations: Sequence[Mapping[str, float]]) -> list[list[Item]]:
@@ -50,7 +51,7 @@ def best_orders(stages: int, microbatches: int, durations: Sequence[Mapping[str,
     few, best, chosen = min(microbatches, _FEW), math.inf, rules[0]
     for rule in rules:
         span, _ = _by_rule(rule, few, durations, best)
-        if span < best * (1 - 1e-9):  # equal ones may differ by rounding
+        if span < best * (1 - 1e-9):  # equal spans may differ by rounding
             best, chosen = span, rule
     return _by_rule(chosen, microbatches, durations)[1]
 
@@ -58,7 +59,7 @@ def best_orders(stages: int, microbatches: int, durations: Sequence[Mapping[str,
 def _by_rule(
     rule: Rule, microbatches: int, durations: Sequence[Mapping[str, float]], within: float = math.inf
 ) -> tuple[float, list[list[Item]]]:
-    """When the last operation ends, and the orders; infinity as soon as it is seen that it ends after ``within``."""
+    """(Time at which the last operation ends, orders); infinity as soon as that time must exceed ``within``."""
     left_free, late, urgent = rule
     n_parts = most = len(durations)
     stages = n_parts // 2
@@ -70,7 +71,7 @@ def _by_rule(
     moments = [(0.0, 0)]
 
     def ready(kind: str, part: int, i: int) -> float:
-        """When the inputs are there; infinity if they are not under way."""
+        """The time at which the inputs are ready; infinity if an operation that computes them has not begun."""
         if kind == "F":
             needed = ends["F"][part - 1 : part] if part else []
         else:
