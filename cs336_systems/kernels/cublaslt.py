@@ -1,18 +1,19 @@
-"""Matrix products by cuBLASLt's own interface: its candidates for a product, and fp8 products that add to their result.
+"""Matmuls through cuBLASLt's own API: its heuristic candidates, and fp8 matmuls that accumulate into a matrix.
 
-    out = a b [+ addend], or scale_a scale_b a b [+ addend] of fp8 matrices
+    out = a b [+ addend], or scale_a scale_b a b [+ addend] for fp8 matrices
 
-cuBLASLt proposes several kernels for a product, first the one that it expects to be fastest; torch takes that one. Here
-all of them can be run (``matmul.py`` measures them), and an fp8 product can be added to another matrix, for which torch
-has no operation. The sum is rounded once; added to the result itself, the product is rounded before (measured: the bits
-of two roundings, at three sizes on an H200).
+cuBLASLt proposes several kernels for a matmul, first the one that it expects to be fastest, which torch uses. Here all
+of them can be run (``matmul.py`` measures them), and an fp8 matmul can be added to a matrix, for which torch has no
+operation. The sum is rounded once; but if the addend is the result itself, the product is rounded before, too
+(measured: the bits of two roundings, at three sizes on an H200).
 
-Method. The library that torch has loaded is called through ctypes, as its documentation says ("Using the cuBLASLt API",
-docs.nvidia.com/cuda/cublas). To it a row-major matrix is a transposed one, so b^T a^T is computed. No kernel may ask
-for a workspace, which leaves out those that split the sum.
+Method. The library that torch has loaded is called through ctypes, as documented in "Using the cuBLASLt API",
+docs.nvidia.com/cuda/cublas. cuBLASLt's matrices are column-major, so b^T a^T is computed. Kernels that need a workspace
+are excluded, and with them split-K kernels.
 
-Limits: bf16, fp16 and fp32 results of operands in the same dtype; bf16 and fp16 of e4m3 and e5m2 with one scale each,
-both read along the sum (``b`` is then a transposed matrix). Rows begin at multiples of 16 bytes.
+Limits: bf16, fp16 and fp32 results with operands of the same dtype; bf16 and fp16 results of e4m3 and e5m2 operands
+with one scale each, both contiguous along the reduction dimension (``b`` is then a transposed matrix). Rows begin at
+multiples of 16 bytes.
 
     kernel = candidates(spec(out, a, b))[0]
     kernel(out, a, b)
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 MOST = 8
-"""Candidates that are asked for."""
+"""Candidates that are requested."""
 ALIGNMENT_BYTES = 16
 _COMPUTE_FP32, _FP32 = 68, 0
 _DTYPES = {
@@ -65,11 +66,11 @@ class Spec:
 
     Attributes:
         shape: (M, N, K).
-        strides: of out, a and b; the least of each matrix is 1.
+        strides: of out, a and b; each matrix has one stride of 1.
         dtypes: of out, a and b.
         aligned: whether all begin at multiples of ``ALIGNMENT_BYTES``.
-        adds: whether an addend, with the strides and the dtype of out, is added.
-        fast: whether fp8 products are summed without wider sums between.
+        adds: whether an addend, with the strides and dtype of out, is added.
+        fast: whether fp8 matmuls use fast accumulation, without promotion to wider sums.
     """
 
     shape: tuple[int, int, int]
@@ -82,7 +83,7 @@ class Spec:
 
 
 def spec(out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None = None, *, fast: bool = False) -> Spec:
-    """Return what these tensors ask for."""
+    """Return the ``Spec`` of a matmul of these tensors."""
     (m, k), n = a.shape, b.shape[1]
     strides, dtypes = (out.stride(), a.stride(), b.stride()), (out.dtype, a.dtype, b.dtype)
     added = out if addend is None else addend
@@ -92,7 +93,7 @@ def spec(out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None = None, *, fas
 
 
 def serves(asked: Spec) -> bool:
-    """Whether dtypes and strides are among the limits above."""
+    """Whether dtypes and strides are within the limits above."""
     out, *operands = asked.dtypes
     quantized = operands[0].itemsize == 1
     if quantized:
@@ -108,7 +109,7 @@ def serves(asked: Spec) -> bool:
 
 
 class Kernel:
-    """One of cuBLASLt's kernels for a product: called, it writes a b, or that and an addend, to out."""
+    """One of cuBLASLt's kernels for a matmul: a call writes a b, or a b + addend, to out."""
 
     def __init__(self, handles: Sequence[ctypes.c_void_p], candidate: _Candidate, *, adds: bool) -> None:
         self._product, self._left, self._right, self._out = handles
@@ -122,7 +123,7 @@ class Kernel:
         addend: Tensor | None = None,
         scales: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Launch on the current stream; tensors are as the kernel's ``Spec`` says.
+        """Launch on the current stream; the tensors must match the kernel's ``Spec``.
 
         Args:
             addend: may be ``out``.
@@ -149,11 +150,11 @@ class Kernel:
 
 @lru_cache(maxsize=512)
 def candidates(asked: Spec) -> tuple[Kernel, ...]:
-    """The kernels that need no workspace, at most ``MOST``, first the one that the library expects to be fastest.
+    """At most ``MOST`` kernels that need no workspace, first the one that the library expects to be fastest.
 
     Raises:
-        RuntimeError: the library refuses.
-        ValueError: it has no kernel, or ``serves`` says no.
+        RuntimeError: the library returns an error.
+        ValueError: the library has no kernel, or ``serves`` is False.
     """
     if not serves(asked):
         raise ValueError(f"cuBLASLt is not asked for {asked}")
@@ -164,7 +165,7 @@ def candidates(asked: Spec) -> tuple[Kernel, ...]:
     _set(product, _TRANSPOSE_RIGHT, ctypes.c_int32(of_a[0] == 1))
     if a.itemsize == 1:
         _set(product, _FAST, ctypes.c_int8(asked.fast))
-        for attribute in (_SCALE_LEFT, _SCALE_RIGHT):  # some address, which each call replaces
+        for attribute in (_SCALE_LEFT, _SCALE_RIGHT):  # a placeholder address, which each call replaces
             _set(product, attribute, ctypes.c_void_p(_somewhere(asked.device).data_ptr()))
     left = _layout(b, (k, n) if of_b[0] == 1 else (n, k), max(of_b))
     right = _layout(a, (m, k) if of_a[0] == 1 else (k, m), max(of_a))

@@ -1,27 +1,27 @@
-"""Low-rank adapters (LoRA) beside a large product, in kernels that pass over memory once; formulas: ``lora_reference``.
+"""Low-rank adapters (LoRA) of a large matmul, in kernels that pass over memory once; formulas: ``lora_reference``.
 
     h = shrink(Scaled(x), a.T, (K,), scale)                       # R x n r of R x K
     expand_(y, LowRank(h, b, widths))                             # y += h B^T
     factor_gradients_(da, db, Scaled(x), Scaled(dy), h, dh, widths, accumulate)   # both in one launch
 
-Why. Library kernels have tiles of at least 64 columns, of which 16 are used, and one program for each 64 rows: 2,048
-rows leave 100 of 132 multiprocessors idle. Here every multiprocessor has work:
+Why. Library kernels have tiles of at least 64 columns, of which 16 are used, and one program per 64 rows: with 2,048
+rows, 100 of 132 multiprocessors are idle. Here every multiprocessor has work:
 
-* ``shrink``: programs of 16 to 64 rows and all columns. Rows have up to ten thousands of columns, so each warp sums a
-  slice of them: one chain of additions over all columns would take longer than reading them.
-* ``expand_``: programs of 64 x 128 numbers. Where SwiGLU or a product reads or writes what is added to, these add
-  (``swiglu.swiglu_backward_``, ``products.launch_product``).
-* ``factor_gradients_``: programs of 64 columns and all rows, of x for A and of dy for B. No atomics: the same bits
-  every time.
+* ``shrink``: a program has 16 to 64 rows and all columns. Rows have up to tens of thousands of columns, so each warp
+  sums a slice of them: one chain of additions over all columns would take longer than reading them.
+* ``expand_``: a program has 64 x 128 elements of y. If a SwiGLU or matmul kernel reads or writes y anyway, it adds the
+  term instead (``swiglu.swiglu_backward_``, ``products.launch_product``).
+* ``factor_gradients_``: a program has 64 columns of x (for A) or of dy (for B), and all rows. There are no atomics, so
+  the bits are the same every time.
 
 Traffic at R rows: shrink reads x; expand_ reads and writes y; gradients read x and dy. Factors, h and dh are small, and
 come from the L2 cache.
 
-Sums are in fp32 and rounded once. Products of fp32 are three of TF32 each, as exact as fp32's. Quantized x and dy are
-read as they are: their values are multiplied in the factors' dtype, and the sums by the scale.
+Sums are in fp32 and rounded once. An fp32 matmul is computed as three TF32 matmuls, as exact as fp32. Quantized x and
+dy are read in fp8: their values are multiplied in the factors' dtype, and the sums by the scale.
 
-Limits: fp32, bf16 and fp16, at most three parts; rows of x and y are contiguous, but ``factor_gradients_`` takes x and
-dy of any strides.
+Limits: fp32, bf16 and fp16, at most three parts; rows of x and y are contiguous, but ``factor_gradients_`` supports any
+strides of x and dy.
 
 Shape legend: R rows, K columns of x, N columns of y, r rank, n parts.
 """
@@ -46,22 +46,22 @@ MAX_PARTS = 3
 BLOCK_RANK = 64
 """The most columns of h that a program computes or reads at once, so that its tiles fit."""
 WARPS_SHRINK, STAGES_SHRINK = 8, 3
-"""Eight slices of 64 columns and 16 rows: 16 KB of x a stage, of which two are on their way. A multiprocessor's share
-of an H100's bandwidth, 25 bytes a ns, takes some 20 KB on their way."""
+"""Eight slices of 64 columns and 16 rows: 16 KB of x per stage, with two stages in flight. A multiprocessor's share of
+an H100's bandwidth, 25 bytes per ns, needs some 20 KB in flight."""
 BYTES_SHRINK = 2**16
-"""The most that x and a factor take a stage."""
+"""The most bytes of x and a factor per stage."""
 SUMS_SHRINK = 2048
-"""The most sums of a warp, of which each thread holds a 32nd in registers."""
+"""The most sums per warp; each thread holds a 32nd of them in registers."""
 BLOCK_ROWS, BLOCK_COLUMNS = 64, 128
-"""The numbers of y that a program of ``expand_`` adds to."""
+"""Rows and columns of y per program of ``expand_``."""
 GRADIENT_ROWS, GRADIENT_COLUMNS, GRADIENT_STAGES = 64, 64, 3
-"""Numbers of x or dy that a program loads at once, 8 KB in bf16, of rows of 128 bytes. Six programs fit a
-multiprocessor, so the 648 of gate | up at 7B run all at once."""
+"""Elements of x or dy that a program loads at once: 8 KB in bf16, in rows of 128 bytes. Six programs fit on a
+multiprocessor, so the 648 programs of gate | up at 7B run concurrently."""
 
 
 @triton.jit
 def part_of(block, width_0, width_1, width_2, BLOCK: tl.constexpr):
-    """(part, first column, the part's end) of a block of columns, of which each part has its own."""
+    """(part, first column, the part's end) of a block of columns; no block spans two parts."""
     n_0, n_1 = tl.cdiv(width_0, BLOCK), tl.cdiv(width_1, BLOCK)
     if block < n_0:
         part, begin, index, width = 0, 0, block, width_0
@@ -78,7 +78,7 @@ def shrink_kernel(
     N_PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     SLICES: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """out (n_rows, N_PARTS RANK) contiguous; a program for each block of rows, part and block of ranks."""
+    """out (n_rows, N_PARTS RANK), contiguous; one program per block of rows, part and block of ranks."""
     N_BLOCKS: tl.constexpr = (RANK + BLOCK_RANK - 1) // BLOCK_RANK
     block = tl.program_id(0) % (N_PARTS * N_BLOCKS)
     rows = tl.program_id(0) // (N_PARTS * N_BLOCKS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -112,7 +112,7 @@ def low_rank_of(
     h, factor, h_stride, column_stride, rank_stride, rows, columns, own_rows, own_columns,
     RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
 ):  # fmt: skip
-    """The numbers of h factor^T in these rows and columns, in fp32; h begins at the columns of the part."""
+    """The elements of h factor^T in these rows and columns, in fp32; h begins at the columns of the part."""
     acc = tl.zeros((rows.shape[0], columns.shape[0]), dtype=tl.float32)
     for start in tl.static_range(0, RANK, BLOCK_RANK):
         ranks = start + tl.arange(0, BLOCK_RANK)
@@ -129,7 +129,7 @@ def expand_kernel(
     y, h, factor, n_rows, row_stride, h_stride, column_stride, rank_stride, n_blocks, width_0, width_1, width_2,
     RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """y += h factor^T by parts; a program for each block of rows and of the n_blocks of columns."""
+    """y += h factor^T by parts; one program per block of rows and block of columns (n_blocks)."""
     part, first, end = part_of(tl.program_id(0) % n_blocks, width_0, width_1, width_2, BLOCK_COLUMNS)
     rows = tl.program_id(0) // n_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = first + tl.arange(0, BLOCK_COLUMNS)
@@ -150,7 +150,7 @@ def factor_gradient(
     RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     STAGES: tl.constexpr, ADDS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """gradient = x^T narrow, of a block of the columns of x, with the strides to_column and to_rank."""
+    """gradient = x^T narrow for a block of the columns of x; to_column and to_rank are the gradient's strides."""
     columns = first + tl.arange(0, BLOCK_COLUMNS)
     rows = tl.arange(0, BLOCK_ROWS)
     x_at = x + columns.to(tl.int64)[:, None] * column_stride
@@ -181,7 +181,7 @@ def factor_gradients_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, STAGES: tl.constexpr, ADDS: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """da (N_PARTS RANK, width) and db (N, RANK); the first n_of_a programs have columns of x, the others of dy."""
+    """da (N_PARTS RANK, width) and db (N, RANK); the first n_of_a programs process columns of x, the others of dy."""
     block, narrow_stride = tl.program_id(0), N_PARTS * RANK
     if block < n_of_a:
         factor_gradient(
@@ -197,7 +197,7 @@ def factor_gradients_kernel(
 
 
 def block_rank(rank: int) -> int:
-    """Columns of h in a tile, of which tensor cores take at least 16."""
+    """Columns of h per tile; tensor cores need at least 16."""
     return min(BLOCK_RANK, max(16, next_power_of_2(rank)))
 
 
@@ -205,7 +205,7 @@ def shrink(x_RN: Scaled, factor_Nr: Tensor, widths: Sequence[int], scale: float)
     """``lora_reference.shrink``.
 
     Raises:
-        ValueError: shapes do not fit, another dtype than fp32, bf16 or fp16, or there is no CUDA device.
+        ValueError: shapes do not match, a dtype is not fp32, bf16 or fp16, or there is no CUDA device.
     """
     values, x_scale = x_RN
     n_rows, rank, n_parts = len(values), factor_Nr.shape[1], len(widths)
@@ -270,7 +270,7 @@ def factor_gradients_(
     widths: Sequence[int],
     accumulate: bool,
 ) -> None:
-    """``lora_reference.factor_gradients_``, of contiguous gradients, h and dh.
+    """``lora_reference.factor_gradients_`` for contiguous gradients, h and dh.
 
     Raises:
         ValueError: as ``shrink``, or a tensor that must be contiguous is not.
@@ -317,7 +317,7 @@ def _three(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_low_rank(y_RN: Tensor, low: LowRank, n_parts: int = MAX_PARTS) -> None:
-    """Raise ValueError unless ``low``, of so many parts at most, can be added to y by a kernel."""
+    """Raise ValueError unless a kernel can add ``low``, with at most ``n_parts`` parts, to y."""
     _check_parts(Scaled(y_RN), low.factor, low.widths, n_parts)
     h, rank = low.h, low.factor.shape[1]
     if h.shape != (len(y_RN), len(low.widths) * rank) or h.stride(1) != 1:

@@ -1,16 +1,16 @@
-"""Matrix products by the kernel that was measured to be the fastest for their shape, where ``choose`` has measured.
+"""Matmuls by the kernel that ``choose`` has measured to be the fastest for their shape.
 
     choose([Asked(out, a, b), ...])              # once, before training
     multiply_(out, a, b)                         # out = a b
     multiply_(out, a, b, addend)                 # out = addend + a b
-    multiply_scaled_(out, a, b, scales)          # of fp8 matrices; with an addend, too
-    swiglu_product_(gate_up, x, weight, z)       # gate | up = x W^T, and its product z, in one launch
+    multiply_scaled_(out, a, b, scales)          # fp8 matrices; an addend is supported, too
+    swiglu_product_(gate_up, x, weight, z)       # gate | up = x W^T, and SwiGLU's output z, in one launch
 
 Method. Torch uses cuBLASLt's first candidate. Under the power limit, which bounds large matmuls, others can be faster
-(LOG.md): each candidate, and our own kernel (``products.py``), multiplies normally distributed numbers for a while, and
-the fastest is used from then on. Only kernels that give the default kernel's bits are candidates, so a choice, which
-may differ from run to run, changes no result. The defaults are our kernel at shapes in ``products.FASTER``, cuBLASLt's
-first candidate for fp8 products with an addend, and torch otherwise.
+(LOG.md). So each candidate, and our own kernel (``products.py``), is timed on normally distributed numbers, and the
+fastest is used from then on. Only kernels with the same bits as the default kernel are candidates, so a choice, which
+may differ from run to run, changes no result. The default is our kernel for shapes in ``products.FASTER``, cuBLASLt's
+first candidate for fp8 matmuls with an addend, and torch otherwise.
 
 Shape legend: a (M, K), b (K, N), out (M, N).
 """
@@ -40,12 +40,12 @@ _chosen: dict[Spec, Multiply] = {}
 
 @dataclass(frozen=True)
 class Asked:
-    """A product to be measured; the numbers in its tensors are overwritten.
+    """A matmul to be measured; its tensors are overwritten.
 
     Attributes:
-        addend: out, or another tensor, as it will be passed later; None without one.
-        scales: of fp8 operands, as ``multiply_scaled_`` takes them.
-        fast: as ``multiply_scaled_`` takes it.
+        addend: out or another tensor, as in later calls; None without an addend.
+        scales: of fp8 operands, as for ``multiply_scaled_``.
+        fast: as for ``multiply_scaled_``.
     """
 
     out: Tensor
@@ -60,7 +60,7 @@ def multiply_(out: Tensor, a: Tensor, b: Tensor, addend: Tensor | None = None) -
     """out = a b, or addend + a b; the addend may be out."""
     chosen = _chosen.get(spec(out, a, b, addend)) if _chosen else None
     if chosen is not None and addend is not None and addend.data_ptr() != out.data_ptr():
-        out.copy_(addend)  # as torch does, and as was measured: a sum elsewhere may be rounded otherwise
+        out.copy_(addend)  # as torch does, and as in the measurement: another addend may be rounded differently
         addend = out
     (chosen or _unmeasured)(out, a, b, addend)
 
@@ -74,12 +74,12 @@ def multiply_scaled_(
     *,
     fast: bool = False,
 ) -> None:
-    """out = scales a b of fp8 matrices, or addend + scales a b.
+    """out = scales a b for fp8 matrices, or addend + scales a b.
 
     Args:
         scales: fp32, of a and of b, one element each.
-        addend: as out, for which torch has no operation. The sum is rounded once; the product is rounded before, too,
-            if the addend is out, or if ``cublaslt.py`` does not serve it.
+        addend: like out. The sum is rounded once; if the addend is out itself, or ``cublaslt.py`` does not support the
+            matmul, the product is also rounded before it is added.
         fast: as ``use_fast_accum`` of ``torch._scaled_mm``.
     """
     asked = spec(out, a, b, addend, fast=fast)
@@ -92,9 +92,9 @@ def multiply_scaled_(
 
 
 def choose(asked_for: Iterable[Asked]) -> None:
-    """Measure each product's candidates on the device of its tensors, and remember the fastest.
+    """Measure each matmul's candidates on the device of its tensors, and remember the fastest.
 
-    It takes one or two seconds for each product, and memory for its tensors and once more for its result.
+    It takes one or two seconds per matmul, and memory for its tensors and a second result.
     """
     for asked in asked_for:
         wanted = spec(asked.out, asked.a, asked.b, asked.addend, fast=asked.fast)
@@ -126,7 +126,7 @@ def weight_backward_(gradient: Tensor, dy: Tensor, x: Tensor, accumulate: bool) 
 
 
 def swiglu_product_(gate_up: Tensor, x: Tensor, weight: Tensor, product: Tensor, low: LowRank | None = None) -> None:
-    """product = silu(gate) * up (R, F), with gate | up (R, 2F) = x (R, K) times weight (2F, K) transposed, plus low."""
+    """gate | up (R, 2F) = x (R, K) times weight (2F, K) transposed, plus low; product (R, F) = silu(gate) * up."""
     from cs336_systems.kernels import lora, products  # brings Triton along, as below
     from cs336_systems.kernels.swiglu import swiglu_forward
 
@@ -169,7 +169,7 @@ def _ours(out: Tensor, a: Tensor, b: Tensor, addend: None) -> None:
 
 
 def _first(asked: Spec) -> Multiply:
-    """The kernel that is used if none was chosen."""
+    """The default kernel."""
     if asked.dtypes[1].itemsize > 1:
         return _unmeasured
     return candidates(asked)[0] if asked.adds else partial(_scaled_by_torch, fast=asked.fast)
@@ -227,7 +227,7 @@ def _seconds(call: Callable[[], None], at_least: float) -> float:
 
 
 def _fill(operand: Tensor) -> None:
-    """Normally distributed numbers, on which power depends, some rows at a time for memory's sake."""
+    """Fill with normally distributed numbers, as power depends on values; some rows at a time to save memory."""
     rows_first = operand if operand.stride(-1) == 1 else operand.T
     generator = torch.Generator(operand.device).manual_seed(0)
     for part in rows_first.split(max(1, 2**22 // rows_first.shape[1])):

@@ -2,29 +2,28 @@
 
     q = fp8(x M / max(absmax, 1e-10))          inverse_scale = max(absmax, 1e-10) / M
 
-Matmuls in fp8 on Hopper read both operands along the dimension that they sum over. So x W^T of a layer takes x and W
-as they lie, but its backward takes W^T for dx, and dy^T and x^T for dW. A tensor is needed both ways, and here both
-come from one read.
+fp8 matmuls on Hopper need both operands contiguous along the reduction dimension. A layer's x W^T takes x and W in
+row-major layout, but its backward takes W^T for dx, and dy^T and x^T for dW. So a tensor is needed in both layouts, and
+here one read produces both.
 
-Method: a program holds a tile in registers, of four rows in each thread. q is stored as it is. For q_t the four bytes
-of a column become one word of 32 bits, and words are transposed through shared memory, a quarter of the accesses that
-bytes would take. Both sides of memory see 16 bytes of a thread at a time.
+Method: a program holds a tile in registers, with four rows in each thread. q is stored directly. For q_t, the four
+bytes of a column form one 32-bit word, and words are transposed through shared memory, with a quarter of the accesses
+that bytes would need. Each thread loads and stores 16 bytes at a time.
 
-Blocks with a scale each are 1 x 128, along the dimension that a matmul sums over, as for activations and their
-gradients; or 128 x 128, as for weights. A tile of 128 x 128 elements holds whole blocks of either form, of x and of the
-transposed x.
+In blockwise scaling, a scale covers a block of 1 x 128 along the reduction dimension (activations and their gradients)
+or of 128 x 128 (weights). A tile of 128 x 128 elements holds whole blocks of either form, of x and of its transpose.
 
-Traffic per element of bf16: reads 2 bytes and writes 1, or 2 with both.
+Traffic per bf16 element: reads 2 bytes and writes 1, or 2 for both layouts.
 
 In a whole step at 7B on an H200 all quantization takes 17.8 ms and reaches 91 % of a copy's bandwidth.
 
-Limits: fp32, bf16 and fp16 to e4m3 and e5m2; matrices whose dimensions 16 divides, as matmuls ask for; no autograd.
+Limits: fp32, bf16 and fp16 to e4m3 and e5m2; both dimensions multiples of 16, as fp8 matmuls need; no autograd.
 
     quantized = quantize(x, absmax(x), torch.float8_e4m3fn, transposed=True)     # q (T, D), q_t (D, T), one scale
     rows, columns = row_and_column_absmax(x)
     quantized = quantize(x, rows, torch.float8_e4m3fn, absmax_t=columns, transposed=True)      # a scale for each row
     quantized = quantize_blocks(weight, torch.float8_e4m3fn, square=True, transposed=True)
-    transpose_bytes(q)          # (D, T) of q (T, D): weights in fp8 that arrived as they lie, for backward
+    transpose_bytes(q)          # (D, T) of q (T, D): for backward, fp8 weights that were gathered row-major
 """
 
 from typing import Any, NamedTuple
@@ -50,7 +49,7 @@ from cs336_systems.kernels.quantize_reference import (
 
 SMALLEST = tl.constexpr(MIN_ABSMAX)
 LANES = tl.constexpr(4)
-"""Rows whose bytes make one word."""
+"""Rows per word: one byte from each."""
 
 
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
@@ -73,14 +72,14 @@ of 32 columns, 64 bytes of a row of x, 7 %."""
 
 @triton.jit
 def scales_of(absmax, LARGEST: tl.constexpr):
-    """(scale, inverse scale) of one or a block of fp32 maxima."""
+    """(scale, inverse scale) for one fp32 absmax or a block of them."""
     clamped = tl.maximum(absmax, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
     return tl.div_rn(LARGEST, clamped), tl.div_rn(clamped, LARGEST)
 
 
 @triton.jit
 def load_lanes(x, at, stride, inside):
-    """Four blocks, of every fourth row; before anything is stored, as the compiler moves no load over a store."""
+    """Load four blocks, each of every fourth row. All loads precede stores, as the compiler moves no load over one."""
     return (
         tl.load(x + at, mask=inside, other=0.0),
         tl.load(x + at + stride, mask=inside, other=0.0),
@@ -91,7 +90,7 @@ def load_lanes(x, at, stride, inside):
 
 @triton.jit
 def load_tile(x, tile_row, tile_column, n_rows, width, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
-    """A tile of contiguous x (n_rows, width) in four blocks, of every fourth row.
+    """A tile of contiguous x (n_rows, width) in four blocks, each of every fourth row.
 
     Returns (the blocks; the words of four rows and the columns that they hold, and which elements exist; the first
     block's offsets).
@@ -116,7 +115,7 @@ def quantize_kernel(
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """q (n_rows, width) and q_t (width, n_rows) of contiguous x with one scale, or one for each of their rows."""
+    """q (n_rows, width) and q_t (width, n_rows) of contiguous x, with one scale, or one for each of their rows."""
     n_tiles = tl.cdiv(width, TILE_COLUMNS)
     tile_row, tile_column = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
     blocks, words, columns, inside, at = load_tile(x, tile_row, tile_column, n_rows, width, TILE_ROWS, TILE_COLUMNS)
@@ -148,7 +147,7 @@ def quantize_kernel(
 
 
 def empty_pair(like: Tensor, dtype: torch.dtype, rows: bool, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Memory for q and q_t of a matrix like this; one of no elements stands for what is not wanted."""
+    """Memory for q and q_t of a matrix like this; an empty tensor for the one that is not requested."""
     n_rows, width = like.shape
     return (
         torch.empty((n_rows, width) if rows else (0,), dtype=dtype, device=like.device),
@@ -157,12 +156,12 @@ def empty_pair(like: Tensor, dtype: torch.dtype, rows: bool, transposed: bool) -
 
 
 def format_of(dtype: torch.dtype) -> dict[str, Any]:
-    """A kernel's constants for an fp8 dtype: Triton's name of it and its largest value."""
+    """A kernel's constants for an fp8 dtype: its Triton dtype and its largest value."""
     return {"DTYPE": FORMATS[dtype], "LARGEST": LARGEST[dtype]}
 
 
 def launch_tiles(kernel: Any, tile: Tile, shape: torch.Size, *arguments: Tensor, **constants: Any) -> None:
-    """Run a program for each tile of a matrix, whose shape (n_rows, width) the kernel takes behind the arguments."""
+    """Launch a program for each tile of a matrix; its shape (n_rows, width) follows the arguments."""
     n_rows, width = shape
     grid = (ceil_div(n_rows, tile.rows) * ceil_div(width, tile.columns),)
     sizes = {"TILE_ROWS": tile.rows, "TILE_COLUMNS": tile.columns, "num_warps": tile.num_warps}
@@ -178,18 +177,18 @@ def quantize(
     rows: bool = True,
     transposed: bool = False,
 ) -> Quantized:
-    """x (T, D) in fp8, as it is, transposed, or both, in one pass.
+    """Quantize x (T, D) to fp8, row-major, transposed, or both, in one pass.
 
     Args:
-        x: fp32, bf16 or fp16; other than contiguous costs a copy.
-        absmax: fp32: () for one scale, (T, 1) for one for each row of q.
+        x: fp32, bf16 or fp16; copied if not contiguous.
+        absmax: fp32: () for one scale, or (T, 1) for one scale per row of q.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        absmax_t: for q_t, where absmax is (T, 1): (1, D), one scale for each column of x.
-        rows, transposed: whether q, and whether q_t is wanted.
+        absmax_t: for q_t if absmax is (T, 1): (1, D), one scale per column of x.
+        rows, transposed: whether to return q, and whether to return q_t.
 
     Raises:
-        ValueError: a dimension that 16 does not divide, shapes, dtypes or devices that do not fit, nothing wanted, or
-            no CUDA device.
+        ValueError: a dimension is no multiple of 16, shapes, dtypes or devices do not match, neither q nor q_t is
+            requested, or there is no CUDA device.
     """
     check(x, dtype, rows, transposed)
     check_absmax(x, absmax, absmax_t, transposed)
@@ -208,12 +207,12 @@ def quantize(
 
 
 BLOCK_WARPS = 8
-"""Warps of a program that quantizes a tile of 128 x 128 with a scale for each block."""
+"""Warps per program of blockwise scaling, which quantizes a tile of 128 x 128."""
 
 
 @triton.jit
 def block_scales(bits, LARGEST: tl.constexpr):
-    """(scale, inverse scale) for magnitude bits."""
+    """(scale, inverse scale) for an absmax given as ``magnitude_bits``."""
     return scales_of(bits.to(tl.float32, bitcast=True), LARGEST)
 
 
@@ -223,7 +222,7 @@ def quantize_blocks_kernel(
     DTYPE: tl.constexpr, LARGEST: tl.constexpr, SQUARE: tl.constexpr, ROWS: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """q (n_rows, width), q_t (width, n_rows) and their inverse scales, of any strides; a tile of x a program."""
+    """q (n_rows, width), q_t (width, n_rows) and their inverse scales, of any strides; one tile of x per program."""
     n_tiles = tl.cdiv(width, BLOCK)
     tile_row, tile_column = tl.program_id(0) // n_tiles, tl.program_id(0) % n_tiles
     blocks, words, columns, inside, at = load_tile(x, tile_row, tile_column, n_rows, width, BLOCK, BLOCK)
@@ -263,7 +262,7 @@ def quantize_blocks_kernel(
 
 
 def inverse_scales_like(x: Tensor, n_rows: int, width: int, square: bool) -> Tensor:
-    """Empty inverse scales of (n_rows, width) on the device of x."""
+    """Memory for the inverse scales of a quantized (n_rows, width) matrix on the device of x."""
     n_blocks = ceil_div(width, BLOCK)
     if not square:
         return torch.empty((n_blocks, n_rows), device=x.device).t()
@@ -274,19 +273,20 @@ def inverse_scales_like(x: Tensor, n_rows: int, width: int, square: bool) -> Ten
 def quantize_blocks(
     x: Tensor, dtype: torch.dtype, *, square: bool = False, rows: bool = True, transposed: bool = False
 ) -> Quantized:
-    """x (T, D) in fp8, as it is, transposed, or both, with a scale for each block, found and used in one pass.
+    """Quantize x (T, D) to fp8, row-major, transposed, or both, with one scale per block, in one pass.
 
-    Inverse scales lie as ``torch.nn.functional.scaled_mm`` takes them: of 1 x 128 blocks (T, D / 128) column by column,
-    of 128 x 128 row by row with rows apart by a multiple of 4. A last block may be less than whole.
+    Inverse scales have the layout that ``torch.nn.functional.scaled_mm`` takes: for 1 x 128 blocks (T, D / 128)
+    column-major, for 128 x 128 row-major with a row stride that is a multiple of 4. The last block may be partial.
 
     Args:
-        x: fp32, bf16 or fp16; other than contiguous costs a copy.
+        x: fp32, bf16 or fp16; copied if not contiguous.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        square: whether blocks are 128 x 128; else 1 x 128, of the rows of q and of the rows of q_t.
-        rows, transposed: whether q, and whether q_t is wanted.
+        square: whether blocks are 128 x 128; else 1 x 128 along the rows of q and of q_t.
+        rows, transposed: whether to return q, and whether to return q_t.
 
     Raises:
-        ValueError: a dimension that 16 does not divide, another dtype, nothing wanted, or no CUDA device.
+        ValueError: a dimension is no multiple of 16, the dtype is another one, neither q nor q_t is requested, or there
+            is no CUDA device.
     """
     check(x, dtype, rows, transposed)
     check_runnable(quantize_blocks_kernel, x)
@@ -321,10 +321,10 @@ def transpose_bytes_kernel(x, x_t, n_rows, width, TILE_ROWS: tl.constexpr, TILE_
 
 
 def transpose_bytes(q: Tensor) -> Tensor:
-    """q (T, D) of eight bits an element, fp8 for example, as (D, T), row-major.
+    """The transpose (D, T), row-major, of q (T, D) with one byte per element, such as fp8.
 
     Raises:
-        ValueError: wider elements, no matrix, a dimension that 16 does not divide, or no CUDA device.
+        ValueError: elements are wider, q is no matrix, a dimension is no multiple of 16, or there is no CUDA device.
     """
     check_shape(q)
     if q.dtype.itemsize != 1:

@@ -1,15 +1,15 @@
-"""Matrices in pieces, quantized to fp8 in two launches for any number of them; definition: ``quantize_reference.py``.
+"""Quantization to fp8 of any number of sharded matrices in two launches; definition: ``quantize_reference.py``.
 
     absmax        = max |x| of each matrix, over all of its parts
     q             = fp8(x M / max(absmax, 1e-10))      inverse_scale = max(absmax, 1e-10) / M
 
-A rank under FSDP holds rows of every matrix of every block, each in memory of its own; those of q, k and v are parts of
-one matrix. Ranks agree on the largest magnitudes between the two launches. Launches for each part took 45 operations
-per block, and in a recording the host launched them too late (profiles/log/2026-11-25.md).
+A rank under FSDP holds rows of every matrix of every block, each in separate memory; those of q, k and v are parts of
+one matrix. Between the two launches, ranks reduce the absmax. Separate launches for each part took 45 operations per
+block, and in a recording the host launched them too late (profiles/log/2026-11-25.md).
 
-Method: a program takes a chunk of one part (``tensor_table.py``), 16 bytes of a thread at a time.
+Method: a program processes a chunk of one part (``tensor_table.py``); each thread loads 16 bytes at a time.
 
-Traffic per element of bf16: reads 2 bytes twice, and writes 1.
+Traffic per bf16 element: reads 2 bytes twice, and writes 1.
 
 Limits: fp32, bf16 and fp16 to e4m3 and e5m2; parts begin at multiples of 16 bytes and have multiples of 16 elements.
 
@@ -35,7 +35,7 @@ from cs336_systems.kernels.quantize import format_of, scales_of
 from cs336_systems.kernels.tensor_table import TensorTable, is_aligned
 
 CHUNK, WARPS = 8192, 8
-"""Elements of a program: 32 of each thread."""
+"""Elements per program: 32 per thread."""
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 COLUMNS = tl.constexpr(6)
@@ -47,7 +47,7 @@ INVERSE_SCALE = tl.constexpr(5)
 
 @triton.jit
 def chunk_of(rows, owners, CHUNK: tl.constexpr):
-    """A program's row of the table, where its chunk of the part begins, and how many elements that has."""
+    """(This program's row of the table, the start of its chunk within the part, the part's number of elements)."""
     program = tl.program_id(0)
     row = rows + tl.load(owners + program) * COLUMNS
     start = (program - tl.load(row + 1)) * CHUNK
@@ -67,7 +67,7 @@ def load_chunk(row, start, n, ELEMENT: tl.constexpr, ROUNDED: tl.constexpr, CHUN
 
 @triton.jit
 def parts_absmax_kernel(rows, owners, absmax, ELEMENT: tl.constexpr, ROUNDED: tl.constexpr, CHUNK: tl.constexpr):
-    """Raise absmax (n_matrices,), which is zero before."""
+    """Raise absmax (n_matrices,), which the caller has zeroed, to the largest magnitudes."""
     row, start, n = chunk_of(rows, owners, CHUNK)
     bits = magnitude_bits(load_chunk(row, start, n, ELEMENT, ROUNDED, CHUNK))
     raise_absmax(absmax + tl.load(row + MATRIX), bits, tl.float32)
@@ -81,7 +81,7 @@ def quantize_parts_kernel(
     """Write the bytes and inverse scales to the addresses in the table."""
     row, start, n = chunk_of(rows, owners, CHUNK)
     scale, inverse = scales_of(tl.load(absmax + tl.load(row + MATRIX)), LARGEST)
-    # The same number from each part of a matrix.
+    # All parts of a matrix store the same value.
     tl.store(tl.load(row + INVERSE_SCALE).to(tl.pointer_type(tl.float32)), inverse, mask=start == 0)
     q = tl.multiple_of(tl.load(row + Q).to(tl.pointer_type(tl.uint8)), 16)
     at = tl.arange(0, CHUNK)
@@ -89,10 +89,10 @@ def quantize_parts_kernel(
 
 
 class PartsQuantizer(reference.PartsQuantizer):
-    """The definition's ``PartsQuantizer`` by two kernels; parts must keep their memory, whose addresses are stored.
+    """``quantize_reference.PartsQuantizer`` by two kernels. It stores addresses, so parts must keep their memory.
 
     Raises:
-        ValueError: as in the definition, a part is outside the limits above, or there is no CUDA device.
+        ValueError: as there, a part is outside the limits above, or there is no CUDA device.
     """
 
     def __init__(

@@ -1,23 +1,23 @@
 """Quantization to fp8 in plain PyTorch on any device: the definition that the kernels match bit for bit.
 
-For M the format's largest number (448 of e4m3, 57,344 of e5m2) and absmax over the elements that share a scale:
+M is the format's largest number (448 for e4m3, 57,344 for e5m2), absmax is over the elements that share a scale:
 
     clamped       = max(absmax, 1e-10)
-    q             = x (M / clamped)    quotient and product in fp32, each rounded to nearest, ties to even; cut off at
-                                       -M and M; then rounded to the format in the same way
+    q             = x (M / clamped)    quotient and product in fp32, each rounded to nearest, ties to even; clamped to
+                                       [-M, M]; then rounded to the format in the same way
     inverse_scale = clamped / M        fp32; q inverse_scale is about x: a matmul multiplies its result by it
 
-The shape of absmax beside x (T, D) says which elements share a scale: () all of x; (T, 1) each row; (1, D) each column.
-``quantize_blocks`` finds its own maxima: of 1 x 128 along the dimension that a matmul sums over, or of 128 x 128.
+The shape of absmax for x (T, D) determines which elements share a scale: () all of x; (T, 1) each row; (1, D) each
+column. ``quantize_blocks`` computes its own absmax: per 1 x 128 along the reduction dimension, or per 128 x 128.
 
-Values that are not finite stay visible, since a matmul with such a tensor gives no finite number:
+Values that are not finite stay visible, because a matmul with such a tensor gives results that are not finite:
 
 * all zero: q is zero, inverse_scale 1e-10 / M; the result is zero.
 * NaN in x: absmax is NaN; so are inverse_scale and all elements of q that share it.
 * infinity in x, and no NaN: absmax and inverse_scale are infinite, q is NaN there and zero elsewhere; the result is
   NaN, as zero times infinity is.
 
-An absmax that is less than the largest element, of an earlier step perhaps, saturates; one that is more loses range.
+If absmax is smaller than the largest element (taken from an earlier step, say), q saturates; if larger, range is lost.
 """
 
 from collections.abc import Sequence
@@ -35,10 +35,10 @@ BLOCK = 128
 
 
 class Quantized(NamedTuple):
-    """x (T, D) in fp8; what was not asked for is None.
+    """x (T, D) in fp8; fields that were not requested are None.
 
-    With tensor scaling ``inverse_scale_t`` is ``inverse_scale``. Times its inverse scale, broadcast, either is about x;
-    those of blocks are repeated over their blocks first (``dequantize``).
+    With one scale per tensor, ``inverse_scale_t`` is ``inverse_scale``. ``dequantize`` gives about x: q times its
+    inverse scale, broadcast, or repeated over blocks.
     """
 
     q: Tensor | None
@@ -46,26 +46,26 @@ class Quantized(NamedTuple):
     q_t: Tensor | None
     """(D, T), row-major: of the transposed x."""
     inverse_scale: Tensor | None
-    """Inverse scale of q, fp32: (); or (T, 1); or of blocks (T, D / 128) or (T / 128, D / 128), rounded up."""
+    """Inverse scale of q, fp32: (); or (T, 1); or for blocks (T, D / 128) or (T / 128, D / 128), rounded up."""
     inverse_scale_t: Tensor | None
-    """Inverse scale of q_t, fp32: (); or (D, 1); or of blocks (D, T / 128) or (D / 128, T / 128), rounded up."""
+    """Inverse scale of q_t, fp32: (); or (D, 1); or for blocks (D, T / 128) or (D / 128, T / 128), rounded up."""
 
 
 class Part(NamedTuple):
-    """A piece of a matrix, which has one scale for all of its pieces."""
+    """A part of a matrix, all of whose parts share one scale."""
 
     x: Tensor
-    """Contiguous, of any shape, with elements."""
+    """Contiguous, of any shape, not empty."""
     q: Tensor
-    """Memory for its bytes: uint8, contiguous, of as many elements."""
+    """Memory for its fp8 bytes: uint8, contiguous, with as many elements."""
     matrix: int
-    """The matrix's number, from 0 without gaps."""
+    """The matrix's number; numbers are consecutive from 0."""
     inverse_scale: Tensor
     """Memory for the matrix's inverse scale, () in fp32."""
 
 
 def check_parts(parts: Sequence[Part], dtype: torch.dtype, rounded_to: torch.dtype) -> None:
-    """Raises ValueError unless the parts, of which there are some, can be quantized together."""
+    """Raises ValueError if there are no parts, or they cannot be quantized together."""
     check_format(dtype)
     numbers = sorted({part.matrix for part in parts})
     if numbers != list(range(len(numbers))):
@@ -86,13 +86,13 @@ def check_parts(parts: Sequence[Part], dtype: torch.dtype, rounded_to: torch.dty
 
 
 def check_format(dtype: torch.dtype) -> None:
-    """Raises ValueError unless it is a format of fp8."""
+    """Raises ValueError unless ``dtype`` is an fp8 format."""
     if dtype not in LARGEST:
         raise ValueError(f"quantization is to {' or '.join(map(str, LARGEST))}, not to {dtype}")
 
 
 def check(x: Tensor, dtype: torch.dtype, rows: bool, transposed: bool) -> None:
-    """Raises ValueError, one sentence, unless x can be quantized to ``dtype`` and something is wanted of it."""
+    """Raises ValueError, one sentence, if x cannot be quantized to ``dtype`` or no result is requested."""
     check_format(dtype)
     check_shape(x)
     if not (rows or transposed):
@@ -100,13 +100,13 @@ def check(x: Tensor, dtype: torch.dtype, rows: bool, transposed: bool) -> None:
 
 
 def check_shape(x: Tensor) -> None:
-    """Raises ValueError unless x is a matrix that a matmul in fp8 takes."""
+    """Raises ValueError unless x is a matrix that fp8 matmuls support."""
     if x.dim() != 2 or x.shape[0] % FP8_QUANTUM or x.shape[1] % FP8_QUANTUM:
         raise ValueError(f"products in fp8 take matrices whose dimensions {FP8_QUANTUM} divides, got {tuple(x.shape)}")
 
 
 def check_absmax(x: Tensor, absmax: Tensor, absmax_t: Tensor | None, transposed: bool) -> None:
-    """Raises ValueError unless both are fp32 beside x, and of one of the forms of scaling."""
+    """Raises ValueError unless both are fp32 on the device of x, with the shapes of one form of scaling."""
     n_rows, width = x.shape
     shapes = tuple(absmax.shape), None if absmax_t is None else tuple(absmax_t.shape)
     if shapes not in [((), None), ((n_rows, 1), (1, width))] and (transposed or shapes != ((n_rows, 1), None)):
@@ -120,7 +120,7 @@ def check_absmax(x: Tensor, absmax: Tensor, absmax_t: Tensor | None, transposed:
 
 
 def only(quantized: Quantized, rows: bool, transposed: bool) -> Quantized:
-    """The fields that were asked for; None for the others."""
+    """The requested fields; None for the others."""
     q, q_t, inverse, inverse_t = quantized
     return Quantized(
         q if rows else None,
@@ -141,9 +141,9 @@ def row_and_column_absmax(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scales(absmax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(scale, inverse_scale), in fp32 as absmax."""
+    """(scale, inverse_scale), fp32, with the shape of absmax."""
     clamped = absmax.clamp(min=MIN_ABSMAX)
-    largest = torch.full_like(clamped, LARGEST[dtype])  # PyTorch multiplies by the reciprocal of a number
+    largest = torch.full_like(clamped, LARGEST[dtype])  # by a Python number, PyTorch would multiply by its reciprocal
     return largest / clamped, clamped / largest
 
 
@@ -172,15 +172,15 @@ def quantize(
 
 
 class PartsQuantizer:
-    """Quantizes the same parts whenever it is called, with the values that they hold then.
+    """Quantizes the same parts at every call, with their current values.
 
     Args:
         parts: each a ``Part``; at least one, all on one device and in one dtype; whole matrices, or rows of them.
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        rounded_to: fp32, bf16 or fp16, to which elements are rounded before all else; their own by default.
+        rounded_to: fp32, bf16 or fp16, to which elements are rounded first; their own dtype by default.
 
     Raises:
-        ValueError: one does not fit its bytes, its scale or the others.
+        ValueError: a part does not match its bytes, its scale or the other parts.
     """
 
     def __init__(
@@ -195,14 +195,14 @@ class PartsQuantizer:
         self._n_matrices = len({part.matrix for part in self._parts})
 
     def absmax(self) -> Tensor:
-        """The largest magnitude of each matrix, (n_matrices,) in fp32; NaN, without its sign, if it holds one."""
+        """The largest magnitude of each matrix, (n_matrices,) in fp32; NaN, with a cleared sign, if it holds a NaN."""
         found: list[list[Tensor]] = [[] for _ in range(self._n_matrices)]
         for part in self._parts:
             found[part.matrix].append(absmax(part.x.to(self._rounded_to)))
         return torch.stack([torch.stack(own).amax() for own in found]).abs()  # a NaN has a sign
 
     def quantize_(self, absmax: Tensor) -> None:
-        """Fill the parts' bytes and inverse scales, by the largest magnitudes, (n_matrices,) in fp32."""
+        """Fill the parts' bytes and inverse scales, given absmax (n_matrices,) in fp32."""
         scale, inverse = scales(absmax, self._dtype)
         for x, q, matrix, inverse_scale in self._parts:
             quantized = cast(x.to(self._rounded_to), scale[matrix], self._dtype)
@@ -213,7 +213,7 @@ class PartsQuantizer:
 def quantize_blocks(
     x: Tensor, dtype: torch.dtype, *, square: bool = False, rows: bool = True, transposed: bool = False
 ) -> Quantized:
-    """The definition of ``quantize_blocks.quantize_blocks``."""
+    """The definition of ``quantize.quantize_blocks``."""
     check(x, dtype, rows, transposed)
     (q, inverse), (q_t, inverse_t) = (_quantize_blocks(each, dtype, square) for each in (x, x.t()))
     return only(Quantized(q, q_t, inverse, inverse_t), rows, transposed)
@@ -238,7 +238,7 @@ def _repeated(scale: Tensor, x: Tensor, height: int) -> Tensor:
 
 
 def dequantize(q: Tensor, inverse_scale: Tensor) -> Tensor:
-    """q (T, D) times its inverse scale, of any form, in fp32."""
+    """q (T, D) times its inverse scale, which may have any form, in fp32."""
     if inverse_scale.dim() == 2 and inverse_scale.shape[1] == -(-q.shape[1] // BLOCK):
         height = 1 if inverse_scale.shape[0] == q.shape[0] else BLOCK
         inverse_scale = _repeated(inverse_scale, q, height)

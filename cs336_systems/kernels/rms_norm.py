@@ -1,33 +1,32 @@
-"""RMSNorm in Triton, forward and backward, with or without the residual add in front of it.
+"""RMSNorm in Triton, forward and backward, with or without a preceding residual add.
 
-Formula, for each row of x (R, D) or of x + branch, with a gain (D); dy and dresidual are the gradients that arrive at y
-and, from the residual path, at x:
+Formula, for each row of x (R, D) or of x + branch, with a gain (D); dy is the gradient of y, and dresidual that of x
+from the residual path:
 
     rstd          = 1 / sqrt(mean_d x^2 + eps)
     y             = x * rstd * gain
     dx            = rstd * (dy * gain - x * rstd^2 * mean_d(dy * gain * x)) + dresidual
     dgain         = sum_r dy * x * rstd
 
-Computed in fp32, whatever the dtype, and rounded where ``model.ops.rms_norm`` rounds: x + branch once, which is the
-new residual; x * rstd *before* the gain is multiplied; y. Backward rounds each of its results once, and takes x * rstd
-as it was before it was rounded.
+Everything is computed in fp32, and rounded where ``model.ops.rms_norm`` rounds: x + branch (the new residual), x * rstd
+*before* it is multiplied by the gain, and y. Backward rounds each of its results once, and uses the unrounded x * rstd.
 
-Method. A program holds whole rows in registers, so that each element crosses the memory bus once.
+Method. A program holds whole rows in registers, so that each element is read or written once.
 
-* forward: a program for each block of rows.
-* backward: one to three programs per multiprocessor walk over all blocks of rows, and copies of the next blocks to
-  shared memory are under way meanwhile (``num_stages``). Each keeps its sum for dgain in registers and writes it once,
-  into its row of an fp32 buffer (programs, D); a second kernel, which is launched while the first still runs and waits
-  for its end, adds those up. No atomics: the same bits in every run on one device.
-* absmax, where it is asked for, is raised to the largest magnitude of y or of dx (``absmax.py``).
+* forward: one program per block of rows.
+* backward: one to three programs per multiprocessor loop over all blocks of rows, while the next blocks are copied to
+  shared memory (``num_stages``). Each program accumulates dgain in registers and writes its sum once, into its row of
+  an fp32 buffer (programs, D). A second kernel adds up these rows; it is launched while the first still runs and waits
+  for its end. There are no atomics, so the bits are the same in every run on one device.
+* absmax, if passed, is raised to the largest magnitude of y or of dx (``absmax.py``).
 * rows longer than ``MAX_BLOCK_D`` are read twice, the second time most likely from the L2 cache, and backward keeps its
   sums for dgain in its row of the buffer.
 
 Traffic, in passes over (R, D): forward 2 (reads x, writes y), with the add 4 (reads x and branch, writes residual and
-y); backward 3 (reads x and dy, writes dx), with dresidual 4. Besides, rstd takes 4 bytes per row, and dgain's buffer is
-written and read once: 8 D bytes per program. Some ten FLOPs per element: the bound is memory.
+y); backward 3 (reads x and dy, writes dx), with dresidual 4. In addition, rstd takes 4 bytes per row, and dgain's
+buffer is written and read once: 8 D bytes per program. With some ten FLOPs per element, it is memory-bound.
 
-Limits: fp32, bf16, fp16, one dtype for all but rstd. Each D is compiled for itself.
+Limits: fp32, bf16, fp16, one dtype for all tensors except rstd. Each D is compiled separately.
 
     y = rms_norm(x, weight, eps)    # ModelOps' signature, for autograd
     y_RD, rstd_R = rms_norm_forward(x_RD, gain_D, eps)    # for a hand-written backward
@@ -57,13 +56,13 @@ from cs336_systems.kernels.launching import (
 
 MAX_BLOCK_D = 8192
 ALLOW_FMA = False
-"""The compiler may fuse x0^2 + x1^2 otherwise behind an add than without: rstd must be the same bits with both."""
+"""The compiler may fuse x0^2 + x1^2 differently after an add; rstd must have the same bits with and without the add."""
 
 
 @triton.jit
 def _block_at(start, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """Columns start to start + BLOCK_D of some rows: offsets from the first row, and from the gain's first element."""
-    # As a whole block, though its rows are equal: then the gain is loaded into the threads that hold x.
+    # A whole block, although its rows are equal, so that the gain is loaded by the threads that hold x.
     columns = start + tl.broadcast_to(tl.arange(0, BLOCK_D)[None, :], (BLOCK_ROWS, BLOCK_D))
     return tl.arange(0, BLOCK_ROWS)[:, None] * D + columns, columns
 
@@ -225,7 +224,7 @@ def rms_norm_backward_kernel(
 
 
 class Tile(NamedTuple):
-    """The block that a program holds, the same forward and backward."""
+    """The block that a program holds, in forward and in backward."""
 
     block_rows: int
     block_d: int
@@ -239,7 +238,7 @@ class Tile(NamedTuple):
 
 
 def tile_for(d: int) -> Tile:
-    """Tiles of 16 elements for each thread, or 32 in the longest rows; chosen among variants on an H200 (LOG.md)."""
+    """A tile with 16 elements per thread, or 32 for the longest rows; the fastest on an H200 (LOG.md)."""
     block_d = min(MAX_BLOCK_D, next_power_of_2(d))
     if block_d > 2048:
         # Five: 3584 82 -> 88 % of a copy, 4096 87.0 -> 87.7; with the residual 91.0 -> 90.1 and 91.7 -> 90.5.
@@ -257,7 +256,7 @@ def launch_forward(
     *,
     store_y: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(residual, y, rstd); without a branch residual is x, and y is if it is not to be stored."""
+    """(residual, y, rstd); residual is x without a branch, and y is x if y is not stored."""
     check_absmax(absmax, x_RD)
     n_rows, d = x_RD.shape
     x, gain = x_RD.contiguous(), gain_D.contiguous()
@@ -294,7 +293,7 @@ def rms_norm_forward(x_RD: Tensor, gain_D: Tensor, eps: float, absmax: Tensor | 
 def add_rms_norm_forward(
     x_RD: Tensor, branch_RD: Tensor, gain_D: Tensor, eps: float, absmax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(residual = x + branch, its norm y, both (R, D) in x's dtype, rstd (R) in fp32); absmax is that of y."""
+    """(residual = x + branch, its norm y, both (R, D) in x's dtype, rstd (R) in fp32); absmax as there, of y."""
     return launch_forward(x_RD, branch_RD, gain_D, eps, absmax)
 
 
@@ -306,7 +305,7 @@ def rms_norm_backward(
     dresidual_RD: Tensor | None = None,
     absmax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dx (R, D) in x's dtype, dgain (D) in gain's); x is the residual where a branch was added.
+    """(dx (R, D) in x's dtype, dgain (D) in the gain's); x is the residual if a branch was added.
 
     Args:
         rstd_R: from forward.
@@ -334,7 +333,7 @@ def rms_norm_backward(
         BLOCK_D=block_d,
         HAS_DRESIDUAL=dresidual_RD is not None,
         WITH_ABSMAX=absmax is not None,
-        # As many bytes under way in every dtype.
+        # The same number of bytes in flight for every dtype.
         STAGES=max(2, 2 * stages[dresidual_RD is None] // x.element_size()),
         OVERLAP=overlap,
         num_warps=num_warps,
@@ -345,9 +344,9 @@ def rms_norm_backward(
 
 
 class RMSNorm(torch.autograd.Function):
-    """``RMSNorm.apply(x, branch, weight, eps)``: the kernels, joined to autograd; checks nothing.
+    """``RMSNorm.apply(x, branch, weight, eps)``: the kernels with autograd, without checks.
 
-    Gives y, or with a branch that is not None (residual, y).
+    Returns y or, if branch is not None, (residual, y).
     """
 
     @staticmethod
@@ -376,7 +375,7 @@ class RMSNorm(torch.autograd.Function):
 
 
 def check(x: Tensor, weight: Tensor, **others: Tensor) -> None:
-    """Raises ValueError, one sentence, unless the kernels take x (..., D) and weight (D), and ``others`` are like x."""
+    """Raises ValueError, one sentence, unless the kernels support x (..., D) and weight (D), and others match x."""
     if x.dim() < 1 or weight.shape != x.shape[-1:]:
         raise ValueError(f"weight {tuple(weight.shape)} does not match the last dimension of x {tuple(x.shape)}")
     for name, other in others.items():
@@ -389,16 +388,16 @@ def check(x: Tensor, weight: Tensor, **others: Tensor) -> None:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension: x (..., D), weight (D) -> (..., D) in x's dtype.
 
-    Any strides; rows that are not contiguous cost a copy.
+    Any strides; rows that are not contiguous are copied.
 
     Raises:
-        ValueError: the shapes do not fit, the dtypes or devices differ, or the kernels do not take them.
+        ValueError: the shapes do not match, the dtypes or devices differ, or the kernels do not support them.
     """
     check(x, weight)
     return RMSNorm.apply(x, None, weight, eps)
 
 
 def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + branch, its RMSNorm), both (..., D) in x's dtype, of x and branch (..., D); otherwise as ``rms_norm``."""
+    """(x + branch, its RMSNorm), both (..., D) in x's dtype, for x and branch (..., D); otherwise as ``rms_norm``."""
     check(x, weight, branch=branch)
     return RMSNorm.apply(x, branch, weight, eps)

@@ -1,9 +1,9 @@
-"""RMSNorm into fp8, with one scale, as matmuls read it; y is stored only in fp8.
+"""RMSNorm fused with quantization to fp8 with one scale; y is stored only in fp8.
 
 Formula: ``rms_norm.py``, rounded to the dtype of x, then quantized as in ``quantize_reference.py``. The bits are those
 of ``rms_norm_forward`` followed by ``quantize``.
 
-Method: with one scale, the largest magnitude must be known before anything is quantized. So forward's kernel first
+Method: with one scale, absmax must be known before anything is quantized. So forward's kernel first
 computes rstd, the largest magnitude and, if a branch is added, the residual, without storing y. Then x is read again,
 and y is computed and quantized in tiles of four rows per thread, as in ``quantize.py``. Backward, which reads y
 transposed, has both statistics and needs only the second part.
@@ -91,15 +91,15 @@ def rms_norm_quantize(
     rows: bool = True,
     transposed: bool = False,
 ) -> Quantized:
-    """RMSNorm of x (R, D) in fp8, as it is, transposed, or both, in one pass.
+    """RMSNorm of x (R, D) in fp8, row-major, transposed, or both, in one pass.
 
     Args:
-        x_RD: fp32, bf16 or fp16, as the gain is; one that is not contiguous costs a copy.
+        x_RD: fp32, bf16 or fp16, like the gain; copied if not contiguous.
         rstd_R: in fp32, from the same kernels.
         absmax: the largest magnitude of the norm, () in fp32.
 
     Raises:
-        ValueError: as ``rms_norm`` and ``quantize``, or rstd or absmax do not fit.
+        ValueError: as ``rms_norm`` and ``quantize``, or rstd or absmax has another shape or dtype.
     """
     check_norm(x_RD, gain_D)
     check(x_RD, dtype, rows, transposed)
@@ -131,8 +131,7 @@ def add_rms_norm_absmax(
     """(residual = x + branch (R, D) in x's dtype, rstd (R) in fp32).
 
     Args:
-        absmax: one fp32 element, which is raised to the largest magnitude of the residual's norm, where that is not
-            known.
+        absmax: one fp32 element, which is raised to the largest magnitude of the residual's norm; None if not needed.
     """
     residual, _, rstd = launch_forward(x_RD, branch_RD, gain_D, eps, absmax, store_y=False)
     return residual, rstd

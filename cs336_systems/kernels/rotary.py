@@ -1,25 +1,25 @@
-"""Rotary position embedding turns each head's pairs (x[i], x[i + E/2]) by their position's angle.
+"""Rotary position embedding: rotates each head's pairs (x[i], x[i + E/2]) by their position's angle.
 
 Formula (Su et al. 2021, eq. 34, half-split layout), for a head of E elements at position s and i < E/2:
 
     y[i]       = x[i] cos[s, i] - x[i + E/2] sin[s, i]
     y[i + E/2] = x[i + E/2] cos[s, i] + x[i] sin[s, i]
 
-Backward is the rotation back: the same kernel with -sin. It needs no activation.
+Backward is the inverse rotation: the same kernel with -sin. It needs no activation.
 
-Method: the heads of all tokens are one list, token by token; a program turns a block of it, wherever the strides say
-that a head lies. So it rotates q and k in place in a merged (q | k | v) matrix without touching v. The heads of a token
-in one program fetch its angles once. The same pass finds the largest magnitude of q, k and v if asked (``absmax.py``);
-then v is read too.
+Method: the heads of all tokens form one list, token by token, with any strides; a program rotates a block of that list.
+So it rotates q and k in place in a merged (q | k | v) matrix without touching v. The heads of one token in a program
+load its angles once. The same pass optionally computes the absmax of q, k and v (``absmax.py``); then v is read too.
 
-Rounding: as in the reference, to the bit: in fp32, products and sum rounded each (no fused multiply-add), then once to
-the dtype. In backward the reference in bf16 also rounds each of the two products that autograd adds; here it is once.
+Rounding: bit-identical to the reference: in fp32, the products and the sum are rounded separately (no fused
+multiply-add), then the result once to the dtype. In backward, the bf16 reference also rounds each of the two products
+that autograd adds; this kernel rounds only the sum.
 
-Traffic: reads and writes each rotated element once, and reads the angles, 4 E bytes for each position. Three FLOPs go
-with each element, so the bound is memory.
+Traffic: reads and writes each rotated element once, and reads the angles, 4 E bytes per position. With three FLOPs per
+element, it is memory-bound.
 
-Limits: fp32, bf16 and fp16, angles in fp32; no autograd; fewer than 2^31 heads in total. Loads of 16 bytes need E
-to be a multiple of 16.
+Limits: fp32, bf16 and fp16, angles in fp32; no autograd; fewer than 2^31 heads in total. 16-byte loads need E to be a
+multiple of 16.
 
     rotate_(qkv, cos, sin, n_heads, n_kv_heads)
     rotate_(dqkv, cos, sin, n_heads, n_kv_heads, inverse=True)       # its backward
@@ -46,9 +46,9 @@ def rotary_kernel(
     HALF: tl.constexpr, INVERSE: tl.constexpr, WITH_ABSMAX: tl.constexpr, BLOCK_VECTORS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """out, which may be x, for the n_vectors = B S H heads of x; cos, sin (n_positions, HALF) are contiguous.
+    """Rotate the n_vectors = B S H heads of x into out, which may be x; cos, sin (n_positions, HALF) are contiguous.
 
-    WITH_ABSMAX, only the first n_rotated heads of a token are rotated, and the others read; else they are all.
+    If WITH_ABSMAX, only the first n_rotated heads of a token are rotated, and the others are only read.
     """
     vectors = tl.program_id(0) * BLOCK_VECTORS + tl.arange(0, BLOCK_VECTORS)
     tokens = vectors // n_heads
@@ -87,18 +87,18 @@ def rotate_(
     inverse: bool = False,
     absmax: Tensor | None = None,
 ) -> None:
-    """Rotate q and k in place, of each row (q | k | v) of qkv: (B, S, W) or (tokens, W), contiguous.
+    """Rotate q and k in place in each row (q | k | v) of qkv: (B, S, W) or (tokens, W), contiguous.
 
-    Autograd does not see it; v is not written, and not read but for absmax.
+    Without autograd. v is not written, and it is read only for absmax.
 
     Args:
         cos_SE2, sin_SE2: (S, E/2), fp32. Row r has position r % S; tokens are whole sequences.
-        n_heads, n_kv_heads: H and K, so that W = (H + 2 K) E; 0 for rows of k | v, or of q, alone.
-        inverse: by the negative angles: the rotation back, which is also what backward does to a gradient.
-        absmax: one fp32 element, which is raised to the largest magnitude of all of qkv as it is then, v too.
+        n_heads, n_kv_heads: H and K, so that W = (H + 2 K) E; one is 0 for rows with only k | v, or only q.
+        inverse: rotate by the negative angles, which is also the backward of a gradient.
+        absmax: one fp32 element, which is raised to the largest magnitude of the rotated qkv, including v.
 
     Raises:
-        ValueError: shapes, strides, dtypes (qkv fp32, bf16 or fp16) or devices, or no CUDA device.
+        ValueError: invalid shapes, strides, dtypes (qkv must be fp32, bf16 or fp16) or devices, or no CUDA device.
     """
     if min(n_heads, n_kv_heads) < 0 or n_heads + n_kv_heads == 0 or cos_SE2.dim() != 2:
         raise ValueError(f"needs heads and cos (S, E/2), got {n_heads}, {n_kv_heads} and {tuple(cos_SE2.shape)}")

@@ -6,19 +6,18 @@ Formula (Shazeer 2020, eq. 6), with s = 1 / (1 + exp(-gate)) and the gradient dz
     dgate = dz (up (s + gate s (1 - s)))
     dup   = dz gate s
 
-Method: elementwise, one program per block of rows and columns. Only gate_up is kept for backward. The gradient of the
-next weights needs z, and backward, which reads gate and up anyway, can recompute and write it on the way
-(``with_product``). ``swiglu_backward_`` writes over what it read: dgate_up over gate_up and z over dz, so that a whole
-backward takes no further memory. The same pass finds the largest magnitude of z, or of dgate_up, if asked
-(``absmax.py``). Forward can record the steepest slope of z within each block, from which backward into fp8 knows the
-blocks that cannot hold the largest gradient (``swiglu_quantize.py``). Backward can add an adapter's part to dz as it
-loads it (``lora.py``), which saves a pass over memory.
+Method: elementwise, one program per block of rows and columns. Only gate_up is kept for backward. The down projection's
+weight gradient needs z, so backward, which reads gate and up anyway, can recompute and write it (``with_product``).
+``swiglu_backward_`` works in place: it overwrites gate_up with dgate_up and dz with z, so backward needs no further
+memory. The same pass optionally computes the absmax of z or of dgate_up (``absmax.py``). Forward can record the
+steepest slope of z within each block; the fp8 backward uses it to skip blocks that cannot hold the largest gradient
+(``swiglu_quantize.py``). Backward can add an adapter's term to dz as it loads dz (``lora.py``), which saves a pass.
 
-Rounding: all in fp32 and rounded once, where bf16 eager code rounds silu(gate) before it multiplies, and in backward
-its gradient too; so results differ from eager ones by a rounding or two, and are closer to the exact ones.
+Rounding: everything is computed in fp32 and rounded once. Eager bf16 code also rounds silu(gate), and in backward its
+gradient, so results differ from eager ones by a rounding or two, and are more exact.
 
 Traffic in elements per output: forward reads 2 and writes 1; backward reads 3 and writes 2, or 3 with the product.
-Some ten FLOPs go with them, so the bound is memory.
+There are some ten FLOPs per output, so the kernels are memory-bound.
 
 Limits: fp32, bf16 and fp16; no second derivative. Loads of 16 bytes need d_ff to be a multiple of 16.
 
@@ -26,7 +25,7 @@ Limits: fp32, bf16 and fp16; no second derivative. Loads of 16 bytes need d_ff t
     z = swiglu_forward(gate_up)                                         # by hand
     swiglu_backward_(dz, gate_up, with_product=True)                    # dz is z now, and gate_up is dgate_up
 
-Shape legend: R rows (any leading dimensions), F d_ff; 2F a row's gate and then its up.
+Shape legend: R rows (any leading dimensions), F d_ff; 2F a row's gate followed by its up.
 """
 
 from typing import Any
@@ -46,14 +45,14 @@ from cs336_systems.kernels.lora_reference import LowRank
 
 BLOCK_ROWS, BLOCK_F = SLOPES_BLOCK
 """A warp's 32 loads of 16 bytes are 256 bf16, and 256 divides the d_ff of every model size, of Llama and of Qwen; with
-8 rows each of the 128 threads has two such loads of each matrix on their way."""
+8 rows, each of the 128 threads has two such loads of each matrix in flight."""
 LOW_RANK_BLOCK = {"BLOCK_ROWS": 32, "BLOCK_F": 128, "num_warps": 8}
-"""Where a matrix of low rank is added: as many numbers for a thread, and a factor of rank 16 is 4 KB beside 24 KB."""
+"""The block if a low-rank matrix is added: as many elements per thread, and a rank-16 factor is 4 KB beside 24 KB."""
 
 
 @triton.jit
 def own_block(n_rows, d_ff, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr):
-    """This program's offsets in (n_rows, d_ff), those of its gates in (n_rows, 2 d_ff), and which of them exist."""
+    """This program's offsets in (n_rows, d_ff), those of its gates in (n_rows, 2 d_ff), and the mask of both."""
     n_blocks = tl.cdiv(d_ff, BLOCK_F)
     rows = tl.program_id(0) // n_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(0) % n_blocks * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -64,7 +63,7 @@ def own_block(n_rows, d_ff, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr):
 
 @triton.jit
 def slopes_of(gate, up):
-    """z's derivatives by gate and by up, and z, all in fp32."""
+    """(z's derivative by gate, its derivative by up, z), all in fp32."""
     sigmoid = sigmoid_of(gate)
     silu = gate * sigmoid
     return up * (sigmoid + silu * (1 - sigmoid)), silu, silu * up
@@ -101,7 +100,7 @@ def swiglu_backward_kernel(
     RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, WITH_PRODUCT: tl.constexpr, WITH_ABSMAX: tl.constexpr,
     IN_PLACE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """dgate_up and z; IN_PLACE, dgate_up is gate_up and z is dz. With a RANK, h factor^T is added to dz."""
+    """dgate_up and z; if IN_PLACE, they overwrite gate_up and dz. If RANK is not 0, h factor^T is added to dz."""
     at, gate_at, inside = own_block(n_rows, d_ff, BLOCK_ROWS, BLOCK_F)
     gate = tl.load(gate_up + gate_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + gate_at + d_ff, mask=inside, other=0.0).to(tl.float32)
@@ -153,7 +152,7 @@ def _launch_backward(
 
 
 class SwiGLU(torch.autograd.Function):
-    """``SwiGLU.apply(gate_up)``: the kernels, joined to autograd; saves gate_up alone."""
+    """``SwiGLU.apply(gate_up)``: the kernels with autograd; saves only gate_up."""
 
     @staticmethod
     def forward(ctx: Any, gate_up_R2F: Tensor) -> Tensor:
@@ -171,12 +170,12 @@ class SwiGLU(torch.autograd.Function):
 
 
 def swiglu(gate_up_R2F: Tensor) -> Tensor:
-    """silu(gate) * up of gate_up (..., 2 d_ff), each row its gate and then its up -> (..., d_ff), contiguous.
+    """silu(gate) * up (..., d_ff), contiguous, of gate_up (..., 2 d_ff), whose rows are gate followed by up.
 
-    Any strides; other than contiguous costs a copy.
+    gate_up is copied if it is not contiguous.
 
     Raises:
-        ValueError: an odd last dimension, another dtype than fp32, bf16 or fp16, or no CUDA device.
+        ValueError: the last dimension is odd, the dtype is not fp32, bf16 or fp16, or there is no CUDA device.
     """
     _check(gate_up_R2F)
     return SwiGLU.apply(gate_up_R2F)
@@ -185,7 +184,7 @@ def swiglu(gate_up_R2F: Tensor) -> Tensor:
 def swiglu_forward(
     gate_up_R2F: Tensor, absmax: Tensor | None = None, slopes: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """``swiglu`` that autograd does not see.
+    """``swiglu`` without autograd.
 
     Args:
         absmax: one fp32 element, which is raised to the largest magnitude of z.
@@ -193,7 +192,7 @@ def swiglu_forward(
         out: contiguous memory for z.
 
     Raises:
-        ValueError: as ``swiglu``, or absmax or slopes do not fit.
+        ValueError: as ``swiglu``, or absmax or slopes are invalid.
     """
     _check(gate_up_R2F)
     check_absmax(absmax, gate_up_R2F)
@@ -228,7 +227,7 @@ def empty_slopes(gate_up_R2F: Tensor) -> Tensor:
 
 
 def check_slopes(slopes: Tensor | None, gate_up_R2F: Tensor) -> None:
-    """Raises ValueError unless slopes, if there are any, are such as ``empty_slopes`` makes."""
+    """Raises ValueError unless slopes are None or have the shape and dtype that ``empty_slopes`` gives."""
     if slopes is None:
         return
     shape, device = _blocks_of(gate_up_R2F), gate_up_R2F.device
@@ -252,16 +251,16 @@ def swiglu_backward_(
     absmax: Tensor | None = None,
     low: LowRank | None = None,
 ) -> None:
-    """Write dgate_up over gate_up (..., 2 d_ff) and, ``with_product``, z over dz (..., d_ff), in one pass.
+    """Overwrite gate_up (..., 2 d_ff) with dgate_up and, if ``with_product``, dz (..., d_ff) with z, in one pass.
 
     Args:
         dz_RF: the gradient of the output.
-        with_product: whether dz becomes z = silu(gate) * up, the bits that forward gave.
+        with_product: whether dz becomes z = silu(gate) * up, with the same bits as in forward.
         absmax: one fp32 element, which is raised to the largest magnitude of dgate_up.
-        low: of one part, a matrix that is added to dz before anything else.
+        low: a low-rank matrix of one part, which is added to dz first.
 
     Raises:
-        ValueError: as ``swiglu``, dz or low does not fit gate_up in shape, dtype or device, or dz or gate_up is not
+        ValueError: as ``swiglu``, dz or low does not match gate_up in shape, dtype or device, or dz or gate_up is not
             contiguous.
     """
     _check(gate_up_R2F, dz_RF)

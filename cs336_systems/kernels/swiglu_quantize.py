@@ -1,12 +1,12 @@
-"""SwiGLU's backward into fp8: dgate | dup as matmuls read it, with one scale, and z recomputed, neither stored in bf16.
+"""SwiGLU's backward fused with quantization to fp8: dgate | dup and recomputed z, with one scale each.
 
 Formula: ``swiglu.py``, rounded to the dtype of its operands, then quantized as in ``quantize_reference.py``. The bits
 are those of ``swiglu_backward_`` followed by ``quantize``.
 
-Method: with one scale, the largest magnitude must be known before anything is quantized, and dgate | dup is one of the
-largest tensors in a block. So it is computed twice, which costs a few instructions: a first pass finds the largest
-magnitude, a second quantizes, in tiles of four rows per thread as in ``quantize.py``. The largest magnitude of z is
-known from forward.
+Method: with one scale, absmax must be known before anything is quantized, and dgate | dup is one of the largest tensors
+of a block. Instead of being stored in bf16 it is computed twice, which costs a few instructions: the first pass finds
+absmax, the second quantizes, in tiles of four rows per thread as in ``quantize.py``. The absmax of z is known from
+forward.
 
 The first pass computes a bound first: no gradient of a block exceeds its largest dz times its steepest slope, which
 forward recorded (``swiglu.py``). If the bound does not exceed the largest magnitude so far, gate and up are not read.
@@ -17,7 +17,7 @@ second reads 6 and writes 4, and 1 for z; 13 to 17 in all, where three launches 
 (without z 12 to 16, and 18). At 16,384 x 18,944 on an H200 the first pass takes 0.19 to 0.20 ms, and 0.47 if it reads
 everything; the second moves 3.8 TB/s, a copy 4.2 (LOG.md).
 
-Limits: as ``quantize.py``; z comes transposed alone, as the gradient of a weight reads it.
+Limits: as ``quantize.py``; z is returned only transposed, as the weight gradient reads it.
 
     slot = torch.zeros((), device=dz.device)
     dgate_up, z = swiglu_backward_quantize(dz, gate_up, slopes, slot, torch.float8_e4m3fn, z_absmax=z_absmax)
@@ -48,12 +48,12 @@ BLOCKS = 2
 """Forward's blocks whose gradients are bounded, and perhaps computed, together. One takes 0.96 to 1.11 of the time of
 two, four take 1.09 to 1.28."""
 SLACK = tl.constexpr(1 + 2.0**-20)
-"""A bound exceeds the product of its parts by this, in case the compiler rounds a slope otherwise in backward."""
+"""Factor by which a bound exceeds its exact value, in case the compiler rounds a slope differently in backward."""
 INFINITY = tl.constexpr(0x7F800000)
 """The bits of infinity in fp32."""
 TILE = Tile(128, 64, 8)
-"""Three matrices are read: half of ``quantize.TILE_TRANSPOSED`` leaves programs room in registers. Of seventeen the
-fastest at 18,944 columns, and 0.8 % behind 64 x 64 at 8,960; 64 x 128 with four warps takes 11 % longer."""
+"""Half of ``quantize.TILE_TRANSPOSED``, as three matrices are held in registers. Of seventeen tiles the fastest at
+18,944 columns, and 0.8 % slower than 64 x 64 at 8,960; 64 x 128 with four warps takes 11 % longer."""
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def swiglu_backward_absmax_kernel(
     dz, gate_up, slopes, absmax, n_rows, d_ff,
     BLOCKS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
-    """Raise absmax to the largest magnitude of dgate | dup in the dtype of gate_up; BLOCKS of forward's a program."""
+    """Raise absmax to the largest magnitude of dgate | dup, in gate_up's dtype; a program has BLOCKS forward blocks."""
     at, gate_at, inside = own_block(n_rows, d_ff, BLOCKS * BLOCK_ROWS, BLOCK_F)
     g = tl.load(dz + at, mask=inside, other=0.0).to(tl.float32)
     n_columns = tl.cdiv(d_ff, BLOCK_F)
@@ -72,7 +72,7 @@ def swiglu_backward_absmax_kernel(
     bound = largest.to(tl.float32, bitcast=True) * slope * SLACK
     so_far = tl.load(absmax.to(tl.pointer_type(tl.int32)), volatile=True)
     bits = tl.max(magnitude_bits(bound.to(gate_up.dtype.element_ty).to(tl.float32)), axis=0)
-    if bits > so_far or bits >= INFINITY:  # times zero, infinity is NaN, which is above it
+    if bits > so_far or bits >= INFINITY:  # infinity times zero is NaN, whose bits are larger
         gate = tl.load(gate_up + gate_at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(gate_up + gate_at + d_ff, mask=inside, other=0.0).to(tl.float32)
         dgate, dup, _ = gradients_of(gate, up, g)
@@ -81,7 +81,7 @@ def swiglu_backward_absmax_kernel(
 
 @triton.jit
 def quantized_bytes(x, scale, ROUNDED_TO: tl.constexpr, DTYPE: tl.constexpr):
-    """The fp8 bytes of fp32 x, rounded as it would be stored, times its scale."""
+    """The fp8 bytes of fp32 x, first rounded to ROUNDED_TO, then multiplied by its scale."""
     return fp8_bytes(rounded(x, ROUNDED_TO) * scale, DTYPE)
 
 
@@ -140,14 +140,14 @@ def swiglu_backward_quantize(
     z_absmax: Tensor | None = None,
     z_dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Quantized, Quantized | None]:
-    """dgate | dup (R, 2F) in fp8, as it is and transposed, and z (R, F) transposed, or None.
+    """dgate | dup (R, 2F) in fp8, row-major and transposed, and z (R, F) in fp8, transposed, or None.
 
     Args:
-        dz_RF: gradient of z; of it and gate_up, fp32, bf16 or fp16, other than contiguous costs a copy.
-        slopes: of gate_up, as ``swiglu_forward`` notes them.
-        absmax: () in fp32, zero before; becomes the largest magnitude of dgate | dup.
-        transposed: whether dgate | dup is wanted so, too.
-        z_absmax: the largest magnitude of z, () in fp32, if z is wanted.
+        dz_RF: gradient of z; fp32, bf16 or fp16, like gate_up; each is copied if not contiguous.
+        slopes: of gate_up, as ``swiglu_forward`` records them.
+        absmax: () in fp32, zeroed by the caller; becomes the largest magnitude of dgate | dup.
+        transposed: whether to return dgate | dup transposed, too.
+        z_absmax: the largest magnitude of z, () in fp32, to return z; None for no z.
 
     Raises:
         ValueError: as ``swiglu_backward_`` and ``quantize``.
