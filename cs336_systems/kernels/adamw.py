@@ -15,8 +15,8 @@ is always lost by rounding to nearest, and v can never fall: 1 - beta2 = 0.001 i
 weights without masters and bf16 moments are rounded stochastically: up with a probability equal to the position between
 the two neighbours, so that the mean is right (Gupta et al. 2015; for Adam's weights Ozkara et al. 2025, arXiv
 2502.20566; moving averages rounded to nearest stop moving: Topollai & Choromanska 2026, arXiv 2603.16731). Adding 16
-random bits to the low half of the fp32 number and truncating does exactly this, and leaves numbers that are bf16
-already unchanged. fp32 tensors are never rounded this way.
+random bits to the low half of the fp32 number and truncating does exactly this, and does not change numbers that are
+already bf16. fp32 tensors are never rounded this way.
 
 Random bits. Philox-4x32 (Salmon et al. 2011) with 7 rounds, the fewest that pass BigCrush there; key: the seed;
 counter: (element's pair, 64 bits; step; tensor's number). Its 128 bits are used for the three roundings of two
@@ -161,7 +161,7 @@ def update_block(
     """
     beta1, rest1, beta2, rest2, root_correction, eps, decay, step_size = own
     g = tl.load(g_at, mask=inside).to(tl.float32) * scale
-    # Of a sum of two products the FMA leaves one unrounded; the compiler would choose differently in blocks and ends.
+    # An FMA leaves one of the two products unrounded; the compiler might choose another one in blocks than in ends.
     m = tl.fma(tl.load(m_at, mask=inside).to(tl.float32), beta1, g * rest1)
     v = tl.fma(tl.load(v_at, mask=inside).to(tl.float32), beta2, g * g * rest2)
     change = step_size * (m / tl.fma(tl.sqrt(v), root_correction, eps))
@@ -195,11 +195,11 @@ def update_kernel(
     v = tl.load(row + SECOND_MOMENT).to(tl.pointer_type(M)) + begin
     master = tl.load(row + MASTER).to(tl.pointer_type(tl.float32 if HAS_MASTER else P)) + begin
     seed, number = tl.load(row + SEED), tl.load(row + NUMBER)
-    first = tl.load(row + OFFSET) + begin  # of the chunk's elements, in the whole tensor
+    first = tl.load(row + OFFSET) + begin  # the chunk's first element in the whole tensor
     factor = tl.load(scale).to(tl.float32)
     lanes = tl.arange(0, BLOCK)
     if OVERLAP:
-        gdc_wait()  # for what the first launch writes
+        gdc_wait()  # the first launch's results
     step = tl.load(row + STEP_NOW)
     own = (
         tl.load(at_own), tl.load(at_own + 1), tl.load(at_own + 2), tl.load(at_own + 3),

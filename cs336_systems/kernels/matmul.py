@@ -30,7 +30,7 @@ from cs336_systems.kernels.lora_reference import LowRank
 ROUNDS, SECONDS = 2, 0.05
 """The number of measurements of each candidate, interleaved with the others', and their length."""
 LEAST_GAIN = 0.02
-"""The least relative gain for which a product changes its kernel: one that is faster alone may not be so in a step."""
+"""The least relative gain for which a kernel replaces the default: one that is faster alone may not be so in a step."""
 WARM_SECONDS = 0.5
 """Seconds of warm-up before a product's measurements, after which the clock has settled under the power limit."""
 

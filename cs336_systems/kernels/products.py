@@ -2,21 +2,22 @@
 
     gate | up = x W^T,   product = silu(gate) * up
 
-Method. One program per multiprocessor goes through tiles of the result. A warp copies tiles of both operands to shared
-memory, a ring of 48 KB steps of 64 along the sum; two warpgroups multiply half of the tile's rows each (wgmma, sums in
-fp32) and send them to memory, a half of the columns at a time, while the next tile's operands arrive. Tiles go column
-by column within bands of rows, so that what the running programs read stays in the L2 cache.
+Method. A persistent kernel: one program per multiprocessor loops over tiles of the result. One warp copies tiles of
+both operands into a ring in shared memory, with 64 elements of the reduction dimension, 48 KB, per slot. Two warpgroups
+multiply half of the tile's rows each (wgmma, fp32 sums) and store them, half of the columns at a time, while the next
+tile's operands arrive. Tiles are ordered column by column within bands of rows, so that what the running programs read
+stays in the L2 cache.
 
-With SwiGLU, an adapter's term (``lora_reference.py``) is one more step along the sum: of [h of gates | h of ups] and B,
-which for ups is read from ``rank`` columns left of its first. A copy reads zeros left and right of a matrix, so each
-half is multiplied by its own h. The sum is rounded once.
+With SwiGLU, an adapter's term (``lora_reference.py``) is one more step of the reduction, over [h of gates | h of ups]
+and B. For ups, B is read from ``rank`` columns left of its first. Copies fill with zeros left and right of a matrix, so
+each half is multiplied by its own h. The sum is rounded once.
 
 Under continuous matmuls a GPU is bound by its power limit: an H200 runs this at 1.4 of its 2.0 GHz (LOG.md). The kernel
 is used for weights of the shapes in ``FASTER``, torch for all others (``matmul.py``). Its results were bit-identical to
 cuBLAS's in all 35 comparisons.
 
-Limits: bf16 and fp16, compute capability 9.0, rows that begin at multiples of 16 bytes, with SwiGLU columns of the
-result a multiple of 256, and enough tiles to fill the device twice; other tensors go to torch.
+Limits: bf16 and fp16; compute capability 9.0; rows that begin at multiples of 16 bytes; with SwiGLU, a multiple of 256
+columns in the result; at least two tiles per multiprocessor. Torch computes all other matmuls.
 
     launch_product(x, weight, y)                 # y (R, N) = x (R, K) W^T
     launch_product(x, weight, gate_up, z)        # gate_up (R, 2F) = x W^T, and its product z (R, F)
@@ -41,7 +42,7 @@ from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, 
 from cs336_systems.kernels.lora_reference import LowRank
 
 DEPTH = gl.constexpr(64)
-"""Elements of one step along the sum: 128 bytes, the widest row that shared memory swizzles."""
+"""Elements of the reduction dimension per step: 128 bytes, the widest row that shared memory swizzles."""
 BAND = gl.constexpr(2048)
 """Rows of the result that are computed together and so share the weight's tiles in the L2 cache."""
 ROWS = gl.constexpr(64)
@@ -66,11 +67,11 @@ FASTER = frozenset(
         (151936, 4096, False),  # 0.976
     }
 )
-"""Weights (N, K), and whether SwiGLU comes with the product, for which an H200 is faster with this kernel. Beside them
-its time over torch's, which then takes a pass for SwiGLU: medians of four turns. Others tie or lose: q | k | v 0.98 to
-1.09, and gradients of SwiGLU's product with the weight transposed before, 1.02 to 1.5. Leaderboard-8b's gate | up
-(22016, 4096) takes 0.987 on one GPU, but forward on two 1,433 ms with it and q | k | v by this kernel, 1,413 without:
-perhaps as programs with a fixed share of the tiles wait for those that NCCL holds up."""
+"""(N, K, whether SwiGLU is fused) of weights for which this kernel is faster on an H200. Beside each, its time divided
+by torch's, which includes a separate SwiGLU pass: medians of four rounds. Others tie or lose: q | k | v 0.98 to 1.09,
+and gradients of SwiGLU's output with the weight transposed before, 1.02 to 1.5. Leaderboard-8b's gate | up (22016,
+4096) takes 0.987 on one GPU, but on two GPUs forward takes 1,433 ms with it and q | k | v by this kernel, 1,413
+without: perhaps because programs with a fixed share of the tiles wait for those that NCCL delays."""
 
 
 class Buffering(NamedTuple):
@@ -78,7 +79,7 @@ class Buffering(NamedTuple):
 
     stages: int
     buffers: int
-    """Buffers for halves of a consumer's part that are being stored."""
+    """Buffers per consumer for halves of its part that are being stored."""
 
 
 PLAIN, GATED = Buffering(3, 2), Buffering(4, 1)
@@ -108,7 +109,7 @@ class Tiles:
 
 @aggregate
 class Work:
-    """The tiles of a product, and the shared memory in which they are made."""
+    """The tiles of a matmul's result, and the shared memory in which they are computed."""
 
     tiles: Tiles
     depth: gl.tensor
@@ -137,7 +138,7 @@ def product_producer(work, left, right, h, factor):
                 part = row + who * ROWS
                 tma.async_copy_global_to_shared(left, [part, k], full, work.left.index(2 * slot + who))
             tile = work.right.tiles.index(slot)
-            if work.SWIGLU:  # half of the columns are gates, the others the ups of the same
+            if work.SWIGLU:  # half of the columns are gates, the other half their ups
                 first = column // 2
                 tma.async_copy_global_to_shared(right, [first, k], full, tile.slice(0, HALF, 0))
                 up = work.tiles.n_columns // 2 + first
@@ -177,7 +178,7 @@ def halves(acc, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def send(work, descriptor, values, row, column, n_sent, WHO: gl.constexpr):
-    """Store through shared memory; returns how many were sent."""
+    """Store through shared memory; returns the number of stores so far."""
     buffer = work.out.index(WHO * work.BUFFERS + n_sent % work.BUFFERS)
     tma.store_wait(work.BUFFERS - 1)  # the buffer's last contents have been stored
     gl.thread_barrier()  # several warps send parts, and each waits for its own
@@ -228,7 +229,7 @@ def product_kernel(
     left, right, out, product, h, factor, n_rows, n_columns, depth, rank,
     SWIGLU: gl.constexpr, STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """out (n_rows, n_columns) and, with SWIGLU, product (n_rows, n_columns / 2), and a part of a rank that is not 0."""
+    """out (n_rows, n_columns) and, with SWIGLU, product (n_rows, n_columns / 2); adds h factor^T if rank is not 0."""
     dtype: gl.constexpr = left.dtype
     HALF: gl.constexpr = COLUMNS // 2
     left_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DEPTH], dtype)
@@ -314,7 +315,7 @@ def launch_product(
     """Fill out and, with SwiGLU, its product; do nothing and return False if the kernel does not support these.
 
     Args:
-        low: of two parts, a matrix that is added to out; with SwiGLU only.
+        low: a low-rank matrix of two parts that is added to out; only with SwiGLU.
     """
     if not is_hopper(x.device):
         return False

@@ -234,7 +234,7 @@ class Tile(NamedTuple):
     stages: int
     """Stages of backward's loop in 2-byte dtypes: the block in work and those being loaded."""
     stages_alone: int
-    """Stages where no gradient of the residual is read besides."""
+    """The same without a residual gradient to read."""
 
 
 def tile_for(d: int) -> Tile:
@@ -293,7 +293,7 @@ def rms_norm_forward(x_RD: Tensor, gain_D: Tensor, eps: float, absmax: Tensor | 
 def add_rms_norm_forward(
     x_RD: Tensor, branch_RD: Tensor, gain_D: Tensor, eps: float, absmax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(residual = x + branch, its norm y, both (R, D) in x's dtype, rstd (R) in fp32); absmax as there, of y."""
+    """(residual = x + branch, its norm y, both (R, D) in x's dtype, rstd (R) in fp32); absmax is raised to y's."""
     return launch_forward(x_RD, branch_RD, gain_D, eps, absmax)
 
 

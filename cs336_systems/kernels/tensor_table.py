@@ -5,14 +5,14 @@
     kernel[(table.n_chunks,)](table.rows, table.owners, ...)                 # a program per chunk
 
 ``rows`` (n_tensors, columns) int64 holds for each tensor its number of elements, its first chunk, and the columns that
-the kernel needs; ``owners`` (n_chunks,) int32 says to which row a chunk belongs. A chunk is ``chunk`` elements of one
-tensor, or what its end leaves. A kernel finds its work so:
+the kernel needs; ``owners`` (n_chunks,) int32 holds each chunk's row. A chunk is ``chunk`` elements of one tensor, or
+fewer at its end. A program finds its work like this:
 
     row = rows + tl.load(owners + program) * COLUMNS          # n = row[0], first = row[1]
     start = (program - first) * CHUNK
 
-Addresses are read from memory, so Triton does not know how they are aligned: ``aligned`` says it, and a kernel reads
-whole blocks of aligned tensors in 16-byte pieces (``tl.multiple_of``), ends and others element by element.
+Addresses are read from memory, so Triton does not know their alignment. A column ``aligned`` gives it: a kernel reads
+whole blocks of aligned tensors in 16-byte pieces (``tl.multiple_of``), and ends and other tensors element by element.
 The copy does not wait for the device, and the host does not for the copy. AdamW's kernels have an ``UpdateTable``.
 """
 
@@ -30,7 +30,7 @@ from cs336_systems.kernels.launching import ceil_div
 ALIGNMENT_BYTES = 16
 """The widest load of a thread."""
 ADAMW_CHUNK = 4096
-"""Elements of a program of AdamW: 64 KiB of traffic, against a microsecond or two to find them."""
+"""Elements per program of AdamW: 64 KiB of traffic, compared with a microsecond or two to look up the row."""
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 HYPERPARAMETERS = tl.constexpr(5)
@@ -74,17 +74,17 @@ class TensorTable:
 
 
 def is_aligned(*tensors: Tensor) -> bool:
-    """Whether every tensor begins where a thread's widest load may."""
+    """Whether every tensor's address is aligned for a thread's widest load."""
     return all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one stretch of memory, in whatever order of its dimensions."""
+    """Whether its elements fill one contiguous range of memory, with any order of its dimensions."""
     return tensor.layout == torch.strided and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 class Update(NamedTuple):
-    """One tensor's part in a step: parameter, gradient and moments of one shape and layout, dense."""
+    """One parameter's update: parameter, gradient and moments, dense and of the same shape and layout."""
 
     parameter: Tensor
     gradient: Tensor
@@ -99,7 +99,7 @@ class Update(NamedTuple):
     number: int = 0
     """The tensor's number among those that share a seed."""
     offset: int = 0
-    """Place of the first element within the whole tensor, of which this may be a shard."""
+    """Offset of the first element in the whole tensor, of which this may be a shard."""
     seed: int = 0
     master: Tensor | None = None
     """The fp32 master weight of a bf16 parameter: it is updated, and the parameter becomes its rounded copy."""
@@ -128,8 +128,8 @@ def _row(update: Update) -> tuple[int, ...]:
 class UpdateTable:
     """Tables that ``adamw_`` keeps on the device between calls for the same tensors.
 
-    One holds addresses and the counters of random bits; a second hyperparameters, which may change from step to step; a
-    third has room for the coefficients that the first launch computes from them.
+    The first holds addresses and the counters of random bits; the second holds hyperparameters, which may change from
+    step to step; the third is for the coefficients that the first launch computes from them.
     """
 
     def __init__(self) -> None:
@@ -148,10 +148,10 @@ class UpdateTable:
         self.set_hyperparameters([(u.lr, *u.betas, u.eps, u.weight_decay) for u in updates])
 
     def set_hyperparameters(self, rows: Sequence[tuple[float, ...]]) -> None:
-        """Write each tensor's lr, betas, eps and weight_decay, if any changed, to where kernels read them.
+        """Write each tensor's lr, betas, eps and weight_decay, if any changed, to the memory that kernels read.
 
-        A value that all tensors share, as they mostly do the learning rate, is passed as a kernel's argument: a copy to
-        the device, however small, ends after those that are under way, which takes 9 ms in a streamed step.
+        A value that all tensors share, usually the learning rate, is passed as a kernel argument: a copy to the device,
+        however small, ends after the copies in flight, which takes 9 ms in a streamed step.
 
         Raises:
             RuntimeError: they changed while a CUDA graph is captured.
