@@ -1,4 +1,4 @@
-"""One signature for every attention: the caller names an implementation, and gets its result or the reason why not.
+"""One signature for every attention: the caller names an implementation; an unsupported request raises with a reason.
 
     o = attention(q, k, v, causal=True, impl="flash")
     reason = unsupported_reason("sdpa-cudnn", q, k, v, causal=True)     # None, or one sentence
@@ -13,8 +13,8 @@
     sdpa-efficient       torch's memory-efficient kernel                         CUDA
     flex                 FlexAttention, compiled                                 CUDA
 
-No implementation falls back to another: one that cannot serve a request raises. For its own kernels torch is asked what
-they accept, because the rules change with its version.
+No implementation falls back to another: one that does not support a request raises. Whether torch's kernels support it
+is decided by torch's own checks, because the rules change with its version.
 
 flash and tiled are FlashAttention-2: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
 Partitioning", ICLR 2024.
@@ -46,7 +46,7 @@ Refuse = Callable[[Tensor, Tensor, Tensor, bool, AttentionShape], str | None]
 
 
 class Implementation(NamedTuple):
-    """One way to compute attention: the function that computes it, and the one that says what it cannot serve."""
+    """An implementation of attention: a function that computes it, and one that says why it does not support inputs."""
 
     serve: Serve
     refuse: Refuse
@@ -70,15 +70,15 @@ def attention(
         causal: whether query i sees only the keys j <= i + n_keys - n_queries.
         impl: one of ``config.ATTENTIONS``.
         scale: the factor of the scores; None means 1 / sqrt(d_head).
-        starts: (batch, n_queries) int32, the first key of each query's document, never less than that of the query
-            before: it sees no earlier one. Needs causal, and no more queries than keys.
+        starts: (batch, n_queries) int32, the first key of each query's document; the query sees no earlier key. Must
+            not decrease along a sequence. Needs ``causal``, and no more queries than keys.
 
     Returns:
         A tensor of the shape and dtype of ``q``.
 
     Raises:
-        ValueError: the inputs do not fit together, there is no such implementation, or it cannot serve this request;
-            the message says why. No kernel has been launched then.
+        ValueError: the inputs do not match, there is no such implementation, or it does not support this request; the
+            message says why. No kernel has been launched.
     """
     if reason := unsupported_reason(impl, q, k, v, causal=causal, scale=scale, starts=starts):
         raise ValueError(f"attention {impl!r} cannot serve this request: {reason}")
@@ -89,7 +89,7 @@ def attention(
 def attention_op(impl: str) -> Callable[..., Tensor]:
     """Return ``impl`` as the function (q, k, v, *, causal, starts=None) -> o of ``ModelOps``, for inputs with heads.
 
-    The function checks nothing, so ask ``unsupported_reason`` once before.
+    The function checks nothing, so call ``unsupported_reason`` once before.
 
     Raises:
         ValueError: there is no such implementation.
@@ -112,10 +112,10 @@ def unsupported_reason(
     scale: float | None = None,
     starts: Tensor | None = None,
 ) -> str | None:
-    """Say in one sentence why ``impl`` cannot serve these inputs of ``attention``; None if it can.
+    """Say in one sentence why ``impl`` does not support these inputs of ``attention``; None if it does.
 
     Raises:
-        ValueError: there is no such implementation, or no implementation could take these inputs.
+        ValueError: there is no such implementation, or the inputs are invalid for every implementation.
     """
     refuse = _named(impl).refuse
     shape = validate(q, k, v, scale=scale)
@@ -133,12 +133,12 @@ def _named(impl: str) -> Implementation:
 
 
 def _four_d(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Add a head dimension of one where there is none."""
+    """Add a head dimension of size 1 to inputs without one."""
     return (q, k, v) if q.ndim == 4 else (q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1))
 
 
 def off_cuda(impl: str, device: torch.device) -> str | None:
-    """Why an implementation whose kernels are compiled cannot serve inputs on the device, or None if it can."""
+    """Why an implementation with compiled kernels does not support the device, or None if it does."""
     return None if device.type == "cuda" else f"{impl} is compiled for CUDA devices, the inputs are on {device.type}"
 
 
@@ -184,7 +184,7 @@ def _hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, 
 
 @functools.lru_cache(maxsize=32)
 def _causal_blocks(shape: AttentionShape, device: torch.device) -> BlockMask | None:
-    """Which blocks of scores a causal mask leaves, made once per shape: making it is not part of attention."""
+    """The causal block mask, cached per shape: building it is not part of attention."""
     return variants.make_block_mask(variants.causal(), shape, device)
 
 
@@ -196,7 +196,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) ->
 
 
 def _sdpa(backend: SDPBackend, accepts: Callable[..., bool]) -> Implementation:
-    """One of torch's kernels, which torch is asked about by ``accepts``."""
+    """One of torch's kernels; ``accepts`` is torch's check of its inputs."""
 
     def serve(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
         grouped = q.shape[1] != k.shape[1]

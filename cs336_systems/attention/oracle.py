@@ -1,4 +1,4 @@
-"""Attention with every score in memory, written for reading: the oracle for all other implementations.
+"""Attention with all scores in memory, written to be read: the oracle for all other implementations.
 
     scores = scale q k^T                       (n_queries, n_keys)
     lse    = log sum_j exp(scores_j)           over the keys that the query sees
@@ -7,11 +7,10 @@
 A causal query i sees the keys j <= i + n_keys - n_queries: the mask is aligned to the last key. With more queries than
 keys the first queries see nothing: their o is 0, their lse is -inf, and every gradient through them is 0.
 
-The matrix products run in the inputs' dtype and the softmax in at least fp32, as a model written in plain PyTorch has
-it. So fp64 inputs make this the oracle, and inputs of another dtype give the error that this dtype may have: the budget
-that the tests grant to fast code. Cost: 4 batch heads n_queries n_keys d_head FLOPs forward, and three score matrices
-kept for backward (two of them in at least fp32), which is why the other implementations exist. fp16 scores beyond
-65,504 overflow.
+The matmuls run in the inputs' dtype and the softmax in at least fp32, as in a model written in plain PyTorch. So with
+fp64 inputs this is the oracle, and with inputs of another dtype its error against fp64 is the error budget that tests
+give to fast code. Cost: 4 batch heads n_queries n_keys d_head FLOPs in forward, and three score matrices saved for
+backward (two of them in at least fp32), which the other implementations avoid. fp16 scores beyond 65,504 overflow.
 """
 
 import torch
@@ -27,7 +26,7 @@ def oracle_attention(
 
     Args:
         scale: multiplies the scores; 1 / sqrt(d_head) if None.
-        starts: as of ``dispatch.attention``.
+        starts: as for ``dispatch.attention``.
 
     Returns:
         o like q, and lse (batch[, heads], n_queries), natural logarithm, in at least fp32.
@@ -35,7 +34,7 @@ def oracle_attention(
     shape = validate(q, k, v, scale=scale)
     visible = causal_mask(shape, q.device) if causal else None
     if starts is not None:
-        check_starts(shape, causal, starts)  # which needs causal
+        check_starts(shape, causal, starts)  # raises unless causal
         assert visible is not None
         own = torch.arange(shape.n_keys, device=q.device) >= starts[..., None]
         visible = visible & (own[:, None] if shape.four_d else own)
@@ -56,10 +55,10 @@ def scaled_scores(q: Tensor, k: Tensor, shape: AttentionShape, scale: float | No
 
 
 def attend(scores: Tensor, visible: Tensor | None, v: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
-    """(o, lse) of scores (..., n_queries, n_keys), where a key counts only if ``visible`` (broadcastable; None: all).
+    """(o, lse) of scores (..., n_queries, n_keys); ``visible`` (broadcastable) masks keys, None means all are visible.
 
-    A row without a visible key would be softmax(-inf, ..., -inf) = NaN, forward and backward. Its scores are left
-    unmasked instead, and its results overwritten, so that nothing flows back from it either.
+    A row without a visible key would be softmax(-inf, ..., -inf) = NaN, in forward and backward. Its scores are left
+    unmasked instead, and its results are overwritten, so that no gradient flows back through it.
     """
     if visible is None:
         probabilities, lse = torch.softmax(scores, dim=-1), torch.logsumexp(scores, dim=-1)
@@ -72,5 +71,5 @@ def attend(scores: Tensor, visible: Tensor | None, v: Tensor, shape: AttentionSh
 
 
 def for_each_query_head(x: Tensor, shape: AttentionShape) -> Tensor:
-    """Keys or values with each head repeated for the query heads that it serves."""
+    """Keys or values with each head repeated for the query heads that share it."""
     return x.repeat_interleave(shape.group, dim=1) if shape.group > 1 else x

@@ -1,23 +1,23 @@
 """The inputs that every attention of this package accepts, checked in one place.
 
-Inputs are (batch, sequence, d_head), which is one head, or (batch, heads, sequence, d_head). Keys and values may have
-fewer heads than queries (grouped-query attention, Ainslie et al. 2023): key/value head h serves the query heads
-h * group to (h + 1) * group - 1. Queries and keys may differ in number; a causal mask is then aligned to the last key:
-query i sees the keys j <= i + n_keys - n_queries, so that the last query sees every key.
+Inputs are (batch, sequence, d_head), with one head, or (batch, heads, sequence, d_head). Keys and values may have fewer
+heads than queries (grouped-query attention, Ainslie et al. 2023): key/value head h is shared by the query heads
+h * group to (h + 1) * group - 1. The numbers of queries and keys may differ; a causal mask is then aligned to the last
+key: query i sees the keys j <= i + n_keys - n_queries, so that the last query sees every key.
 
     shape = validate(q, k, v, scale=None)
     shape.group, shape.default_scale
 
-A batch may be empty. The further limits of the Triton kernels stand here too, in ``kernel_limits``, so that the
-dispatch can give their reasons on a machine without Triton.
+A batch may be empty. The additional limits of the Triton kernels are here too, in ``kernel_limits``, so that the
+dispatch can report them on a machine without Triton.
 
-The autograd Functions of the Triton and the Hopper kernels share one route to a pair of opaque operators,
-``forward_through`` and ``backward_through``. A Function calls two operators registered with torch.library, whose fake
-implementations say shapes, dtypes and strides. ``torch.compile(fullgraph=True)`` traces through the Function, keeps the
-operators as they are, and sees no kernel; eager code runs the same lines. The operators are 4-D and have no formula for
-autograd: the Function is that formula, differentiable once. (As torch has it, a second derivative raises where the
-gradient of o has a gradient; else gradients count as constants.) Saved for backward are q, k, v, o, and one
-tensor of shape (batch[, heads], n_queries): the natural log-sum-exp, in fp32.
+The autograd Functions of the Triton and the Hopper kernels share ``forward_through`` and ``backward_through``, which
+call a pair of opaque operators registered with torch.library. Their fake implementations give shapes, dtypes and
+strides. ``torch.compile(fullgraph=True)`` traces through the Function and keeps the operators as opaque nodes; eager
+code runs the same lines. The operators are 4-D and have no autograd formula: the Function is that formula,
+differentiable once. (A second derivative raises if the gradient of o requires a gradient; otherwise torch treats
+gradients as constants.) Saved for backward are q, k, v, o, and one tensor of shape (batch[, heads], n_queries): the
+natural log-sum-exp, in fp32.
 """
 
 import math
@@ -49,7 +49,7 @@ class AttentionShape:
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor) -> "AttentionShape":
-        """The shape for queries and for keys that ``validate`` has found to fit them."""
+        """The shape for queries and keys that ``validate`` has accepted."""
         four_d = q.ndim == 4
         heads, kv_heads = (q.shape[1], k.shape[1]) if four_d else (1, 1)
         return cls(q.shape[0], heads, kv_heads, q.shape[-2], k.shape[-2], q.shape[-1], four_d)
@@ -61,12 +61,12 @@ class AttentionShape:
 
     @property
     def offset(self) -> int:
-        """Position of query 0 among the keys, the last query standing at the last key; negative with fewer keys."""
+        """Position of query 0 if the last query is at the last key's position; negative with more queries than keys."""
         return self.n_keys - self.n_queries
 
     @property
     def default_scale(self) -> float:
-        """1 / sqrt(d_head), by which scores are multiplied unless the caller says otherwise."""
+        """1 / sqrt(d_head), the factor of the scores unless the caller passes another."""
         return 1.0 / math.sqrt(self.d_head)
 
     @property
@@ -79,7 +79,7 @@ def validate(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> 
     """The shape of an attention: q (batch[, heads], n_queries, d_head), k and v (batch[, kv_heads], n_keys, d_head).
 
     Raises:
-        ValueError: one sentence with the offending values, for inputs that no implementation here can take.
+        ValueError: one sentence with the offending values, for inputs that no implementation here supports.
     """
 
     tensors = {"q": q, "k": k, "v": v}
@@ -110,10 +110,10 @@ def validate(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> 
 
 
 def check_starts(shape: AttentionShape, causal: bool, starts: Tensor) -> None:
-    """Raise ValueError unless ``starts`` has the shape and dtype of the first keys of all queries' documents.
+    """Raise ValueError unless ``starts`` is (batch, n_queries) int32, contiguous, and the attention is causal.
 
-    Its values, which may be on a GPU, are not looked at: each must be from 0 to its query's own position, and none less
-    than that of the query before.
+    Its values, which may be on a GPU, are not checked: each must be between 0 and its query's own position, and they
+    must not decrease along a sequence.
     """
     wanted = (shape.batch, shape.n_queries)
     if starts.dtype != torch.int32 or tuple(starts.shape) != wanted or not starts.is_contiguous():
@@ -129,14 +129,14 @@ def check_starts(shape: AttentionShape, causal: bool, starts: Tensor) -> None:
 def ends_of(starts_BQ: Tensor, n_keys: int) -> Tensor:
     """The first query whose document starts after each key, (B, n_keys) int32; 0 for keys that no query sees.
 
-    ``starts_BQ``, int32, holds the first key of each query's document, and so never falls along a sequence.
+    ``starts_BQ``, int32, holds the first key of each query's document; it does not decrease along a sequence.
     """
     keys = torch.arange(n_keys, dtype=torch.int32, device=starts_BQ.device).expand(len(starts_BQ), -1).contiguous()
     return torch.searchsorted(starts_BQ, keys, right=True, out_int32=True)
 
 
 def kernel_limits(q: Tensor) -> str | None:
-    """Why the Triton kernels cannot take valid inputs like ``q``, in one sentence, or None if they can."""
+    """Why the Triton kernels do not support valid inputs like ``q``, in one sentence, or None if they do."""
     if q.dtype not in KERNEL_DTYPES:
         return f"the kernels multiply in {', '.join(str(dtype) for dtype in KERNEL_DTYPES)}, the inputs are {q.dtype}"
     if not MIN_D_HEAD <= q.shape[-1] <= MAX_D_HEAD:
@@ -145,7 +145,7 @@ def kernel_limits(q: Tensor) -> str | None:
 
 
 def hopper_limits(q: Tensor) -> str | None:
-    """Why the Hopper kernels cannot take valid inputs like ``q``, in one sentence, or None if they can."""
+    """Why the Hopper kernels do not support valid inputs like ``q``, in one sentence, or None if they do."""
     d_head, on_hopper = q.shape[-1], "need a CUDA device of compute capability 9.0"
     instead = "reference" if kernel_limits(q) else "flash"
     if q.dtype not in HOPPER_DTYPES:
@@ -162,14 +162,14 @@ def hopper_limits(q: Tensor) -> str | None:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """``dtype`` or fp32, whichever is wider: what sums, softmaxes and the log-sum-exp are kept in."""
+    """``dtype`` or fp32, whichever is wider: the dtype of sums, softmax and the log-sum-exp."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def forward_through(
     op: OpOverload, ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, *options: Any
 ) -> Tensor:
-    """o like q from ``op(q, k, v, causal, scale, *options)``: (o, lse); scale is 1/sqrt(d_head) if None."""
+    """Call ``op(q, k, v, causal, scale, *options)``, which gives (o, lse); returns o like q, and saves for backward."""
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     if q.dim() == 3:
         o, lse = (x.squeeze(1) for x in op(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), is_causal, scale, *options))
@@ -181,7 +181,7 @@ def forward_through(
 
 
 def backward_through(op: OpOverload, ctx: Any, do: Tensor, *options: Any) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv), None where not wanted, from ``op(q, k, v, o, lse, do, causal, scale, *options)``."""
+    """(dq, dk, dv) by ``op(q, k, v, o, lse, do, causal, scale, *options)``; None for inputs without a gradient."""
     tensors = (*ctx.saved_tensors, do)
     if one_head := do.dim() == 3:
         tensors = tuple(x.unsqueeze(1) for x in tensors)

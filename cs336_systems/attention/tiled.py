@@ -1,19 +1,18 @@
 """FlashAttention-2 in plain PyTorch (Dao 2023, algorithms 1 and 2): readable, and for any device.
 
-Forward visits, for each tile of queries, the tiles of keys one after the other, and keeps three running values: the
-largest score m of each row, the sum l of exp(score - m), and the unnormalised output. When a later tile raises m, what
-was summed so far is scaled by exp(m_old - m_new). At the end o = output / l, and only lse = m + log(l) is kept for
-backward.
+Forward loops, for each tile of queries, over the tiles of keys, and keeps three running values per row: the largest
+score m, the sum l of exp(score - m), and the unnormalised output. When a later tile raises m, both sums are rescaled by
+exp(m_old - m_new). At the end o = output / l, and only lse = m + log(l) is saved for backward.
 
 Backward recomputes each tile's probabilities as p = exp(score - lse) and needs no second softmax: with
-delta = rowsum(do * o), the score gradient is ds = p * (do v^T - delta). It visits, for each tile of keys, the tiles of
-queries; dk and dv of the tile stay at hand and dq is added up in memory.
+delta = rowsum(do * o), the score gradient is ds = p * (do v^T - delta). It loops, for each tile of keys, over the tiles
+of queries; dk and dv accumulate per tile, dq in memory.
 
 Causal tiles above the diagonal are skipped, and only tiles that the diagonal crosses are masked. Memory beyond inputs
 and outputs is a few tiles of (batch, heads, QUERY_TILE, KEY_TILE) scores and backward's dq in at least fp32, so it
-grows with n_queries and not with n_queries n_keys. All arithmetic is in at least fp32, also under autocast, and results
-are rounded once. FLOPs: forward 4 batch heads n_queries n_keys d_head (about half if causal), backward 2.5 times that,
-as the scores are computed again.
+grows with n_queries, not with n_queries n_keys. All arithmetic is in at least fp32, also under autocast, and results
+are rounded once. FLOPs: forward 4 batch heads n_queries n_keys d_head (about half if causal); backward 2.5 times that,
+as it recomputes the scores.
 
     o = TiledFlashAttention.apply(q, k, v, is_causal, scale)     # gradients to q, k and v; once differentiable
     o, lse = tiled_forward(q, k, v, causal=True)                 # no gradients
@@ -32,8 +31,8 @@ from torch.autograd.function import once_differentiable
 from cs336_systems.attention.shapes import AttentionShape, accumulator_dtype, validate
 
 # Rows of a tile. Forward | backward of (1, 8, 2048, 64) causal fp32 on two CPU cores, ms: 32 x 32 173 | 450,
-# 64 x 64 81 | 207, 128 x 128 52 | 119, 256 x 256 63 | 137, 512 x 512 60 | 129. Smaller tiles are bound by the 15 calls
-# that each makes, larger ones compute more of what the diagonal hides.
+# 64 x 64 81 | 207, 128 x 128 52 | 119, 256 x 256 63 | 137, 512 x 512 60 | 129. Smaller tiles are bound by the overhead
+# of 15 calls per tile, larger ones compute more masked scores at the diagonal.
 QUERY_TILE = 128
 KEY_TILE = 128
 
@@ -70,7 +69,7 @@ def tiled_forward(
                 row_sum = rescale * row_sum + p.sum(dim=-1)
                 output = rescale[..., None] * output + p @ _widened(v_BKSE[..., keys, :])
                 row_max = new_max
-            # l >= 1 where a key was seen (the largest score adds exp(0)), else 0.
+            # l >= 1 if the row has seen a key (the largest score adds exp(0)), else 0.
             o_BKGQE[..., queries, :] = output / row_sum.clamp_min(1.0)[..., None]
             lse_BKGQ[..., queries] = row_max + row_sum.log()
     return o_BKGQE.view(q.shape), lse_BKGQ.view(q.shape[:-1])
@@ -136,12 +135,12 @@ def _tiles(length: int, tile: int) -> Iterator[slice]:
 
 
 def _all_hidden(queries: slice, keys: slice, shape: AttentionShape) -> bool:
-    """Whether the tile lies above the diagonal: its last query does not reach its first key."""
+    """Whether the tile is above the diagonal: its last query does not see its first key."""
     return keys.start > queries.stop - 1 + shape.offset
 
 
 def _all_visible(queries: slice, keys: slice, shape: AttentionShape) -> bool:
-    """Whether the tile lies on or below the diagonal: its first query reaches its last key."""
+    """Whether the tile needs no mask: its first query sees its last key."""
     return keys.stop - 1 <= queries.start + shape.offset
 
 
@@ -163,7 +162,7 @@ def _grouped(x: Tensor, shape: AttentionShape) -> Tensor:
 
 
 def _sum_over_group(gradient: Tensor) -> Tensor:
-    """A key or value tile's gradient from every query head that it served: (B, K, G, S, E) -> (B, K, 1, S, E)."""
+    """Sum a key or value tile's gradient over the query heads that share it: (B, K, G, S, E) -> (B, K, 1, S, E)."""
     return gradient.sum(dim=2, keepdim=True)
 
 

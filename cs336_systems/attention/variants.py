@@ -4,18 +4,18 @@ A ``Variant`` holds two small functions for ``torch.nn.attention.flex_attention`
 ``mask_mod`` says whether a query sees a key, ``score_mod`` changes a score. Both are elementwise in their indices, so
 ``dense_mask``, ``dense_scores`` and ``dense_attention`` evaluate them on all scores at once, without FlexAttention.
 
-Variants combine: ``a & b`` sees what both see and applies a's score modification, then b's. So
-``document(ids) & causal()`` packs sequences, and ``causal() & softcap(50.0)`` is Gemma 2.
+Variants combine: in ``a & b`` a query sees the keys that it sees in both, and a's score modification is applied, then
+b's. So ``document(ids) & causal()`` packs sequences, and ``causal() & softcap(50.0)`` is Gemma 2.
 
-Mods receive positions: the last query stands at the last key, so query i has position i + n_keys - n_queries, and
-causal means the same here as in the rest of this package.
+Mods receive positions, aligned to the last key: query i has position i + n_keys - n_queries, so causal means the same
+here as in the rest of this package.
 
-FlexAttention's kernel visits blocks of 128 x 128 scores and skips those that the mask empties; ``block_sparsity`` says
-how many. ``variant_attention`` builds the block mask on every call unless it is given one: give one in a loop or under
-a clock, as building evaluates the mask on every score.
+FlexAttention's kernel visits blocks of 128 x 128 scores and skips fully masked ones; ``block_sparsity`` gives their
+share. Building the block mask evaluates the mask on every score, and ``variant_attention`` does so on every call unless
+one is passed: pass one in loops and in measurements.
 
 Limits: on a CPU, FlexAttention has no backward to q, k and v (torch 2.11), and uncompiled it holds all scores in
-memory. ``dense_attention`` gives every gradient everywhere, and holds all scores, too.
+memory. ``dense_attention`` gives every gradient on every device, and holds all scores, too.
 
     variant = sliding_window(256) & softcap(30.0)
     o = variant_attention(q, k, v, variant, block_mask=make_block_mask(variant, validate(q, k, v), q.device))
@@ -47,14 +47,14 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, batch, head, query position, key position) -> score."""
 
 _ONE_STAGE = {"num_stages": 1}
-"""A table read for every score is loaded ahead like keys and values: three stages of it need 240 KiB of shared memory,
-and an H200 has 227."""
+"""Fewer stages: a table that is read for every score is prefetched like keys and values, and three stages would need
+240 KiB of shared memory, where an H200 has 227."""
 
 T = TypeVar("T")
 
 
 class Operand(NamedTuple):
-    """A tensor that the mods read, document ids or a learned table, and the shape that it has in an attention."""
+    """A tensor that the mods read, such as document ids or a learned table, and the shape that it must have."""
 
     name: str
     tensor: Tensor
@@ -77,7 +77,7 @@ class Variant:
     """Options of FlexAttention's kernel for this variant."""
 
     def __and__(self, other: "Variant") -> "Variant":
-        """The variant whose queries see what both let them see; this one modifies scores first, then the other."""
+        """The variant with the intersection of both masks; this one's score modification is applied first."""
         return Variant(
             name=f"{self.name} & {other.name}",
             mask_mod=_merge(self.mask_mod, other.mask_mod, and_masks),
@@ -120,7 +120,7 @@ def document(ids: Tensor) -> Variant:
 
 
 def prefix_lm(lengths: Tensor) -> Variant:
-    """Every query sees the first ``lengths[batch]`` keys, and beyond them it is causal (Raffel et al. 2020, fig. 4)."""
+    """Every query sees the first ``lengths[batch]`` keys; later keys are causal (Raffel et al. 2020, fig. 4)."""
     return Variant(
         "prefix-LM",
         mask_mod=lambda b, h, q, k: (k <= q) | (k < lengths[b]),
@@ -132,7 +132,7 @@ def prefix_lm(lengths: Tensor) -> Variant:
 def alibi_slopes(heads: int) -> Tensor:
     """(heads,) slopes of Press et al. 2022, section 3: 2^(-8/n), 2^(-16/n), ... for n heads, n a power of two.
 
-    For another number, those of the next lower power of two, then every second of twice that, as in the authors' code.
+    For other n, as in the authors' code: the slopes of the next lower power of two, then every second one of twice it.
     """
     lower = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * i / lower) for i in range(1, lower + 1)]
@@ -155,7 +155,7 @@ def relative_bias(table: Tensor) -> Variant:
     ``table`` is (heads, 2 max_distance + 1), learned: it receives a gradient.
 
     Raises:
-        ValueError: a table with an even number of columns, which has no middle.
+        ValueError: the table has an even number of columns, and so no middle one.
     """
     if table.ndim != 2 or table.shape[1] % 2 == 0:
         raise ValueError(f"a table of relative biases must be (heads, 2 max_distance + 1): {tuple(table.shape)}")
@@ -180,9 +180,9 @@ def softcap(cap: float) -> Variant:
 
 
 def make_block_mask(variant: Variant, shape: AttentionShape, device: torch.device | str) -> BlockMask | None:
-    """The variant's mask as the blocks that FlexAttention visits; None where every key is seen.
+    """The variant's mask as the blocks that FlexAttention visits; None if every key is seen.
 
-    Evaluates the mask on all n_queries n_keys scores, once for all heads: time and memory that belong outside a loop.
+    Evaluates the mask on all n_queries n_keys scores, once for all heads, so call it outside of loops.
     """
     _check(variant, shape, torch.device(device))
     mod, offset = variant.mask_mod, shape.offset
@@ -194,15 +194,15 @@ def make_block_mask(variant: Variant, shape: AttentionShape, device: torch.devic
 
 
 def block_sparsity(variant: Variant, shape: AttentionShape) -> float:
-    """Percent of the blocks of scores that FlexAttention skips, of ceil(n_queries / block) ceil(n_keys / block) a head.
+    """Percent of the ceil(n_queries / block) ceil(n_keys / block) blocks per head that FlexAttention skips.
 
-    ``BlockMask.sparsity`` divides by the unpadded matrix instead, and is negative where blocks stick out of it.
+    ``BlockMask.sparsity`` divides by the unpadded matrix instead, and is negative if blocks extend beyond it.
     """
     device = variant.operands[0].tensor.device if variant.operands else "cpu"
     mask = make_block_mask(variant, shape, device)
     if mask is None:
         return 0.0
-    assert mask.full_kv_num_blocks is not None  # create_block_mask lists full blocks apart from those it must mask
+    assert mask.full_kv_num_blocks is not None  # create_block_mask lists full blocks separately from partial ones
     visited_per_row = (mask.kv_num_blocks + mask.full_kv_num_blocks).double()
     return 100.0 * (1.0 - visited_per_row.mean().item() / math.ceil(shape.n_keys / BLOCK_SIZE))
 
@@ -218,14 +218,14 @@ def variant_attention(
 ) -> Tensor:
     """FlexAttention of one variant; 4-D shapes as in ``shapes.validate``, o like q. A query that sees no key gives 0.
 
-    It is compiled but on a CPU, where that takes half a minute.
+    It is compiled, except on a CPU, where compiling takes half a minute.
 
     Args:
-        block_mask: of this variant and these lengths, from ``make_block_mask``; built here if None.
+        block_mask: from ``make_block_mask`` for this variant and these lengths; built here if None.
 
     Raises:
-        ValueError: as ``shapes.validate``; a variant whose tensors do not fit the shape or the device; gradients that
-            FlexAttention cannot give on a CPU.
+        ValueError: as ``shapes.validate``; the variant's tensors do not match the shape or the device; or a gradient is
+            required that FlexAttention does not support on a CPU.
     """
     shape = validate(q, k, v, scale=scale)
     _check(variant, shape, q.device)
@@ -254,14 +254,14 @@ def dense_mask(variant: Variant, shape: AttentionShape, device: torch.device | s
 
 
 def dense_scores(variant: Variant, scores: Tensor) -> Tensor:
-    """Scaled scores (batch, heads, n_queries, n_keys) as the variant modifies them, before its mask."""
+    """Scaled scores (batch, heads, n_queries, n_keys) after the variant's score modification, without its mask."""
     return scores if variant.score_mod is None else variant.score_mod(scores, *_positions(scores.shape, scores.device))
 
 
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, variant: Variant, *, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The oracle: (o, lse) as ``oracle_attention`` returns them, with every score in memory and every gradient."""
+    """The oracle of a variant: (o, lse) as from ``oracle_attention``, with all scores in memory and all gradients."""
     shape = validate(q, k, v, scale=scale)
     scores = dense_scores(variant, scaled_scores(q, k, shape, scale))
     return attend(scores, dense_mask(variant, shape, q.device), v, shape)
@@ -269,10 +269,10 @@ def dense_attention(
 
 @functools.cache
 def _flex(compiled: bool) -> Any:
-    """FlexAttention; compiled with fullgraph, so that what cannot be compiled raises instead of running unfused.
+    """FlexAttention; compiled with fullgraph, so that code that cannot be compiled raises instead of running unfused.
 
-    Shapes are static: with symbolic ones, the mods that hold a number (softcap, relative bias) fail to compile in torch
-    2.11 once a second number has made it symbolic, too.
+    Shapes are static: with dynamic shapes, mods that capture a number (softcap, relative bias) fail to compile in torch
+    2.11 once a second value of the number has made it symbolic, too.
     """
     return torch.compile(flex_attention, fullgraph=True, dynamic=False) if compiled else flex_attention
 
@@ -289,7 +289,7 @@ def _check(variant: Variant, shape: AttentionShape, device: torch.device) -> Non
 
 
 def _merge(first: T | None, second: T | None, join: Callable[[T, T], T]) -> T | None:
-    """``join`` of both, or the one that there is."""
+    """``join`` of both, or the one that is not None."""
     if first is None or second is None:
         return second if first is None else first
     return join(first, second)

@@ -7,25 +7,24 @@ Method (Dao 2023, algorithm 2, split in two). With P = exp(S - lse), recomputed 
 
 Three kernels:
 
-* preprocess (in its own file): one pass over o and do gives delta; lse goes to base 2, so that the loops need not
-  convert it.
-* dk and dv: one program per tile of keys of one key/value head. It walks over the queries that see its keys, in every
+* preprocess (in its own file): one pass over o and do computes delta, and converts lse to base 2 once for all loops.
+* dk and dv: one program per tile of keys of one key/value head. It loops over the queries that see its keys, in every
   query head of its group, so that grouped heads are summed in registers. It computes the transposes, S^T = k q^T and
-  dP^T = v do^T, directly: as left operands of the next products they then stay in registers. (Transposing a product's
+  dP^T = v do^T, directly, so that they stay in registers as left operands of the next matmuls. (Transposing a matmul's
   result instead gives wrong gradients on Hopper with 3.4 <= Triton < 3.7.1.)
-* dq: one program per tile of queries, walking over the keys, as in the forward pass.
+* dq: one program per tile of queries, looping over the keys, as in the forward pass.
 
-Why two: S and dP are computed twice, seven matmuls instead of five, which caps this form at 5/7 of the speed of one
-that adds dq from many programs. In exchange no two programs write the same element: the same bits every run, no fp32
-buffer for dq, and no zeroing or rounding pass.
+Why separate kernels for dk, dv and dq: S and dP are computed twice, seven matmuls instead of five, so the speed is at
+most 5/7 of that of one kernel in which many programs add to dq. In exchange, no two programs write the same element:
+results are bit-identical in every run, with no fp32 buffer for dq, and no zeroing or rounding pass.
 
 Masks: only a causal diagonal masks scores in the dk and dv kernel. Queries past the end, and queries that see no key,
 get lse = +inf, so P = exp2(S - inf) is 0 there; keys past the end produce rows that are not stored.
 
-Registers are what limits the tiles. In the dk and dv kernel delta varies along a transposed tile's columns, so each
-thread would hold 16 of its values through the matmul; dP^T accumulates onto -delta instead, before S^T is computed.
-Seen by compiling for sm_90 (d64, 64 x 64, 2 stages): 212 registers, where dP^T after P^T do takes 242.
-Both loops are pipelined alike: with num_stages=1 on the masked one, ptxas serialises every wgmma of the kernel (C7515).
+Registers limit the tiles. In the dk and dv kernel, delta varies along a transposed tile's columns, so each thread would
+hold 16 of its values through the matmul; instead, dP^T accumulates onto -delta, before S^T is computed. Compiled for
+sm_90 (d64, 64 x 64, 2 stages), this takes 212 registers, and 242 if dP^T is computed after P^T do. Both loops have the
+same pipelining: with num_stages=1 on the masked one, ptxas serialises every wgmma of the kernel (C7515).
 
 Precision: P and dS are rounded to the inputs' dtype for their products; all sums are fp32.
 
@@ -98,8 +97,8 @@ def flash_dkdv_kernel(
     k += batch * stride_kb + kv_head * stride_kh
     v += batch * stride_vb + kv_head * stride_vh
 
-    # Query tiles: from ``first`` some meet the diagonal, from ``full`` on all rows see all keys, and from ``full_end``
-    # on, which is at most one tile, rows are missing.
+    # Query tiles: those from ``first`` cross the diagonal, from ``full`` on all rows see all keys, and the one from
+    # ``full_end`` on, if any, is partial.
     total = tl.cdiv(n_queries, BLOCK_Q)
     if CAUSAL:
         shift = n_keys - n_queries
@@ -233,9 +232,9 @@ def launch_backward(
     scale: float,
     starts_BQ: Tensor | None = None,
 ) -> None:
-    """Write dq, dk and dv, but for those that are None (dk and dv come together).
+    """Write dq, dk and dv, except those that are None (dk and dv are both None or neither).
 
-    What ``with_short_rows`` would copy of them is written elsewhere and copied.
+    Outputs whose strides the kernels do not support (``with_short_rows``) are written to a buffer and copied.
     """
     q, k, v, o, do = (with_short_rows(x) for x in (q_BHQD, k_BKND, v_BKND, o_BHQD, do_BHQD))
     gradients = dq_BHQD, dk_BKND, dv_BKND

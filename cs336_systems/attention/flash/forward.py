@@ -1,19 +1,19 @@
 """FlashAttention-2, forward: o = softmax(scale q k^T) v and its log-sum-exp, without the score matrix.
 
-Method (Dao 2023, algorithm 1). One program owns a tile of queries and walks over the keys, tile by tile. It keeps the
+Method (Dao 2023, algorithm 1). One program owns a tile of queries and loops over the keys, tile by tile. It keeps the
 largest score so far, m, the sum of exp(score - m), l, and the unnormalised output, acc. A new tile S = q k^T gives
 
     m' = max(m, rowmax S);    P = exp(S - m');    l' = l exp(m - m') + rowsum P;    acc' = acc exp(m - m') + P v
 
-and after the last tile o = acc / l and lse = m + log l. S and P live in registers, or shared memory, only.
+and after the last tile o = acc / l and lse = m + log l. S and P are only in registers or shared memory.
 
-In base 2: the hardware has exp2, so scale * log2(e) is one factor, applied together with the subtraction in one fused
-multiply-add per score; m is kept in those units and lse leaves in natural ones.
+Base 2: the hardware has exp2, so scale * log2(e) is one factor, applied together with the subtraction in one fused
+multiply-add per score; m is kept in base 2, and lse is returned as a natural logarithm.
 
-The order of work. Causal programs stop at their diagonal: tiles above it are never loaded. The keys that every row of
-the tile sees come first, in a loop without masks; a second loop takes the diagonal and what is left at the end.
-Programs of one head are neighbours, so that its keys stay in L2, and causal ones are numbered from the longest down, so
-that the last ones to start are the shortest. Each key/value head serves ``group`` consecutive query heads.
+Order of work: causal programs stop at their diagonal; tiles above it are never loaded. The keys that every row of the
+tile sees come first, in a loop without masks; a second loop processes the diagonal and the partial last tile. Programs
+of one head have consecutive numbers, so that its keys stay in L2, and causal ones are numbered from the longest to the
+shortest, so that the shortest start last. Each key/value head is shared by ``group`` consecutive query heads.
 
 Precision: products accumulate in fp32; P is rounded to the inputs' dtype for P v; m, l, lse are fp32.
 
@@ -22,7 +22,7 @@ A row that sees no key (causal, more queries than keys) has o = 0 and lse = -inf
 Packed documents (``starts``): tiles of keys before a tile's first document are not loaded either, and the loop with
 masks also takes those in which a document of the tile begins. (With a third loop ptxas serialises every wgmma, C7515.)
 
-Limits: head dims 16 to 256; tiles fit the shared memory of an H100 or H200 (227 KiB), larger ones need not fit others.
+Limits: head dims 16 to 256; tiles are chosen for the shared memory of an H100 or H200 (227 KiB), and may not fit less.
 
 Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D head dim.
 """
@@ -54,7 +54,7 @@ def attend_keys(
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys from first_key up to end_key, but for those done (packed, masked), into (acc, row_max, row_sum)."""
+    """Update (acc, row_max, row_sum) by keys first_key to end_key; if packed and masked, without those already done."""
     for place in tl.range(first_key, end_key - n_done, BLOCK_K):
         start = place
         if MASKED and PACKED:
@@ -117,7 +117,7 @@ def flash_forward_kernel(
         n_queries, n_keys, scale_log2, D, BLOCK_Q, BLOCK_K, BLOCK_D, CAUSAL, True, PACKED, PRECISION,
     )  # fmt: skip
 
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # saw no key: acc is 0 and row_max -inf, which is the answer
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # a row without keys: acc is 0 and row_max is -inf, as required
     store_tile(o, acc / row_sum[:, None], first_query, n_queries, stride_o, BLOCK_Q, D, BLOCK_D)
     queries = first_query + tl.arange(0, BLOCK_Q)
     tl.store(lse + queries, row_max * LN_2 + tl.log(row_sum), mask=queries < n_queries)

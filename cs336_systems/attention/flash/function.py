@@ -46,7 +46,7 @@ def backward_op(
     wants_dkdv: bool,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); empty tensors stand for those not wanted, since an operator cannot return None."""
+    """(dq, dk, dv); an empty tensor for each that is not requested, since an operator cannot return None."""
     dq, dk, dv = _backward_results(q, k, v, o, lse, do, causal, scale, wants_dq, wants_dkdv)
     into_q, into_k, into_v = dq if wants_dq else None, dk if wants_dkdv else None, dv if wants_dkdv else None
     launch_backward(q, k, v, o, lse, do, into_q, into_k, into_v, causal, scale, starts)
@@ -73,7 +73,7 @@ def backward_into_op(
 
 
 class FlashKernels(torch.autograd.Function):
-    """``FlashAttention`` of inputs that somebody has asked about: checks nothing."""
+    """``FlashAttention`` for inputs that have been checked already: checks nothing."""
 
     @staticmethod
     def forward(
@@ -104,7 +104,7 @@ class FlashAttention(FlashKernels):
         starts: as of ``dispatch.attention``.
 
     Raises:
-        ValueError: shapes, dtypes (fp32, bf16 and fp16 are taken), devices or a head dim outside 16..256.
+        ValueError: invalid shapes, dtypes (fp32, bf16 and fp16 are supported), devices or a head dim outside 16..256.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""FlashAttention-2, before backward: one pass over o and do, for what both kernels of ``backward.py`` read per query.
+"""FlashAttention-2, before backward: one pass over o and do computes what both kernels of ``backward.py`` read.
 
 Shape legend: B batch, H query heads, Q queries, D head dim.
 """

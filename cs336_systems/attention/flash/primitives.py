@@ -1,11 +1,11 @@
 """The small device functions that the forward and backward kernels share.
 
-Layout: every matrix is one head's (rows, D), its columns contiguous, its rows ``stride`` elements apart. Where a tile
-starts is computed in int64, once per tile and as a scalar, so tensors may pass 2^31 elements; offsets inside a tile
-are int32 (the launchers copy a tensor whose row stride is too large for that).
+Layout: every matrix is one head's (rows, D), with contiguous columns and rows ``stride`` elements apart. A tile's start
+is computed in int64, as one scalar per tile, so tensors may exceed 2^31 elements; offsets inside a tile are int32 (the
+launchers copy a tensor whose row stride is too large for that).
 
-Tiles have power-of-two sizes. ``BLOCK_D`` is the head dim rounded up; where the two are equal the column mask is never
-built. Rows are checked only where the caller says that a tile may reach past the end.
+Tiles have power-of-two sizes. ``BLOCK_D`` is the head dim rounded up; if the two are equal, there is no column mask.
+Rows are masked only if the caller says that a tile may extend past the end.
 """
 
 import triton
@@ -26,7 +26,7 @@ def load_tile(
     head, first_row, n_rows, stride,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHECK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rows first_row to first_row + ROWS of one head as (ROWS, BLOCK_D), zero where the head has no such element."""
+    """Rows first_row to first_row + ROWS of one head as (ROWS, BLOCK_D), zero outside of the head."""
     pointers = head + tl.cast(first_row, tl.int64) * stride + tile_offsets(stride, ROWS, BLOCK_D)
     rows = first_row + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
@@ -43,7 +43,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(head, tile, first_row, n_rows, stride, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write what exists of a (ROWS, BLOCK_D) tile, rounded to the tensor's dtype."""
+    """Store the part of a (ROWS, BLOCK_D) tile that is inside the head, rounded to the tensor's dtype."""
     pointers = head + tl.cast(first_row, tl.int64) * stride + tile_offsets(stride, ROWS, BLOCK_D)
     rows = first_row + tl.arange(0, ROWS)
     inside = rows[:, None] < n_rows
@@ -61,7 +61,7 @@ def load_row_values(head, first_row, n_rows, other: tl.constexpr, ROWS: tl.const
 
 @triton.jit
 def own_tile(n_heads, n_queries, BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr):
-    """(tile, batch and head, batch, head) of this program; causal ones are numbered from the longest down."""
+    """(tile, batch and head, batch, head) of this program; causal tiles are numbered from the longest down."""
     n_tiles = tl.cdiv(n_queries, BLOCK_Q)
     tile = tl.program_id(0) % n_tiles
     if CAUSAL:
@@ -87,9 +87,9 @@ def seen_keys(first_query, n_queries, n_keys, BLOCK_Q: tl.constexpr, BLOCK_K: tl
 
 @triton.jit
 def document_keys(starts, first_query, n_queries, unmasked_end, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(first key tile that a tile of queries sees, where those begin that each of its queries sees entirely).
+    """(first key tile that any query of a tile sees, first key tile that all its queries see entirely).
 
-    ``starts`` (Q,) int32 is the first key of each query's document, never less than that of the query before.
+    ``starts`` (Q,) int32 is the first key of each query's document; it does not decrease.
     """
     first = tl.load(starts + first_query) // BLOCK_K * BLOCK_K
     last_start = tl.load(starts + tl.minimum(first_query + BLOCK_Q, n_queries) - 1)

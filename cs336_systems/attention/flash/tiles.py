@@ -1,17 +1,17 @@
-"""The launchers' choices: strides that kernels can take, precision, and the tile of each kernel.
+"""The launchers' choices: supported strides, precision, and the tile of each kernel.
 
-Tiles stand in a small committed table, so that nothing is tuned while a user waits.
+Tiles are in a small committed table, so that there is no autotuning at run time.
 
-Keyed by kernel, head-dim bucket and element size. Half-precision entries up to head dim 128 were timed on an H200
-(bf16, causal, length 16,384); profiles/results/h200/attention-tiles has every candidate, and percent are against the
-entry. fp32 entries up to head dim 128 were timed on an H200, too (causal, 16 heads, length 4,096, three TF32 products
-for one of fp32), by a search whose rows are not committed. The others were chosen by compiling for sm_90 (Triton 3.6,
-causal; "N registers, M blocks" means per thread, and blocks of one SM). What decides:
+Its keys are kernel, head-dim bucket and element size. Half-precision entries up to head dim 128 were timed on an H200
+(bf16, causal, length 16,384); profiles/results/h200/attention-tiles has every candidate, and percentages are relative
+to the entry. fp32 entries up to head dim 128 were timed on an H200, too (causal, 16 heads, length 4,096, three TF32
+products for one of fp32), by a search whose rows are not committed. The others were chosen by compiling for sm_90
+(Triton 3.6, causal; "N registers, M blocks" means registers per thread and blocks per SM). Criteria:
 
 * no spills, as a rule;
 * wgmma, which needs 64 rows per group of four warps; below that Triton falls back to the slower mma instructions;
-* more than one block on an SM where registers allow: Triton waits for each matmul before it goes on to the softmax, so
-  only another block keeps the tensor cores busy meanwhile.
+* more than one block per SM if registers allow: Triton waits for each matmul before the softmax, so only another block
+  keeps the tensor cores busy meanwhile.
 
 TF32 shares the fp32 entries.
 """
@@ -79,15 +79,15 @@ MAX_ROW_STRIDE = 2**23
 
 
 def with_short_rows(x_BHSD: Tensor) -> Tensor:
-    """``x`` if the kernels can read its strides, else a contiguous copy.
+    """``x`` if the kernels support its strides, else a contiguous copy.
 
-    They take any strides of batch, head and sequence, zero and overlapping ones too; columns must be neighbours.
+    They support any strides of batch, head and sequence, also zero and overlapping ones; columns must be contiguous.
     """
     return x_BHSD if _has_short_rows(x_BHSD) else x_BHSD.contiguous()
 
 
 def writable(x_BHSD: Tensor) -> Tensor:
-    """``x`` if the kernels can write its strides, else contiguous memory for its values."""
+    """``x`` if the kernels can write with its strides, else contiguous memory for its values."""
     return x_BHSD if _has_short_rows(x_BHSD) else torch.empty_like(x_BHSD, memory_format=torch.contiguous_format)
 
 
@@ -96,13 +96,13 @@ def _has_short_rows(x_BHSD: Tensor) -> bool:
 
 
 def input_precision(d_head: int) -> str:
-    """How ``tl.dot`` multiplies fp32; half-precision products do not look at it.
+    """How ``tl.dot`` multiplies fp32; half-precision matmuls ignore it.
 
-    By default a number is split in two TF32 numbers and a product is the sum of three products on the tensor cores. At
+    By default a number is split into two TF32 numbers, and a matmul is the sum of three on the tensor cores. At
     head dim 64 and length 16,384 the relative errors of o, dq and dk against fp64 are 3.6, 5.6 and 6.8e-7, those of
     eager fp32 4.7, 5.3 and 15.5e-7, and forward and backward take 5.1 ms instead of the 25.6 of IEEE products
-    (profiles/results/h200/attention-flash-fp32). Beyond head dim 128 products are IEEE, as no tile of a short search
-    ran there. One TF32 product only where torch was told so.
+    (profiles/results/h200/attention-flash-fp32). Beyond head dim 128 matmuls are IEEE fp32, as no tile of a short
+    search ran there. A single TF32 matmul is used only if torch's settings allow TF32.
     """
     if torch.get_float32_matmul_precision() != "highest":
         return "tf32"

@@ -1,4 +1,4 @@
-"""FlashAttention backward on Hopper: what a launch depends on, and the launcher of its three kernels.
+"""FlashAttention backward on Hopper: the launcher of its three kernels, with cached launches.
 
 Shape legend: B batch, H query heads, K key/value heads, Q queries, N keys, D head dim.
 """
@@ -20,13 +20,13 @@ from cs336_systems.kernels.copy_engine import can_be_copied, descriptor, example
 from cs336_systems.kernels.launching import MAX_REMEMBERED, Prepared, ceil_div, n_multiprocessors
 
 ORDERED_HEADS = 8
-"""Key/value heads that are worked on at a time, at least, where sums are in order: the longest key tiles then come
-last, and of several heads they end about together."""
+"""The least number of key/value heads per section if dq is summed in order: the longest key tiles then come last, and
+those of several heads end at about the same time."""
 
 
 @dataclass(frozen=True)
 class Launches:
-    """The three kernels for tensors of one form, and the fp32 words of memory that live between them."""
+    """Launches of the three kernels for tensors of one form, and the fp32 words of memory that they share."""
 
     preprocess: Prepared
     """Takes the addresses of o, do, lse, stats and sums of dq."""
@@ -57,8 +57,8 @@ def _prepared(
 ) -> Launches | None:
     """The three launches, or None if the copy engine cannot read or write a tensor with these strides.
 
-    The arguments are all that the launches depend on besides addresses, which are aligned; ``strides`` are those of q,
-    k, v, o, do, dq, dk and dv.
+    The launches depend on these arguments and on addresses, which must be aligned; ``strides`` are those of q, k, v, o,
+    do, dq, dk and dv.
     """
     like_q, like_k = shape_BHQD, shape_BKND
     shapes = like_q, like_k, like_k, like_q, like_q, like_q, like_k, like_k
@@ -146,14 +146,14 @@ def launch_backward(
 ) -> None:
     """Write dq, dk and dv; ``ordered`` sums dq from the last key tile to the first, ``starts_BQ`` masks documents.
 
-    With ``rotation``, cos and sin (Q, D / 2) in fp32, dq and dk are those of q and k before ``rotary.rotate_``, and
-    ``absmax`` is raised to the largest magnitude of the three.
+    With ``rotation``, cos and sin (Q, D / 2) in fp32, dq and dk are the gradients of q and k before ``rotary.rotate_``,
+    and ``absmax`` is raised to the largest magnitude of dq, dk and dv.
 
-    What the copy engine cannot read where it lies is copied first. What it cannot write where it lies (strides of
-    batch, head and sequence that are no positive multiples of 16 bytes, a last stride other than 1, a first element off
-    a 16-byte boundary) is written elsewhere and copied.
+    Inputs that the copy engine cannot read in place are copied first. Outputs that it cannot write in place (strides of
+    batch, head and sequence that are not positive multiples of 16 bytes, a last stride other than 1, a first element
+    that is not 16-byte aligned) are written to a buffer and copied.
 
-    ``schedule`` overrides the table's. Launched on the current device, which must be the tensors'.
+    ``schedule`` overrides the table's. The current device must be that of the tensors.
     """
     shape, device = q_BHQD.shape, q_BHQD.device
     if shape[0] == 0:

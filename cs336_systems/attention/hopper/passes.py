@@ -18,7 +18,7 @@ from cs336_systems.kernels.copy_engine import example
 from cs336_systems.kernels.launching import Prepared, ceil_div
 
 PASS_ROWS = 64
-"""Rows per program, and of a part of dq's sums."""
+"""Rows per program, and per part of dq's sums."""
 PADDED_ROWS = 128
 """Queries of a head are padded to a multiple of this."""
 LSE_OF_NOTHING = tl.constexpr(2.0**30)
@@ -195,8 +195,8 @@ def prepare_postprocess(
     rotated: bool,
     noted: bool,
 ) -> Prepared:
-    """A launch that takes the addresses of the sums and of dq; if ``rotated``, those of dk, dv, cos and sin, too; if
-    ``noted``, that of absmax after these.
+    """A launch that takes the addresses of the sums and of dq; if ``rotated``, then those of dk, dv, cos and sin; if
+    ``noted``, then that of absmax.
 
     ``strides`` are those of dq, dk and dv.
     """

@@ -1,6 +1,6 @@
-"""Which program works on which tiles, in which order: query tiles in forward, key tiles in backward.
+"""The assignment of tiles to programs, and their order: query tiles in forward, key tiles in backward.
 
-Producers and consumers of a program do the same arithmetic on a position, so only the position is communicated.
+The producer and the consumers of a program compute the tile from its position, so only the position is communicated.
 """
 
 from triton.experimental import gluon
@@ -11,7 +11,7 @@ from cs336_systems.kernels.copy_engine import aggregate
 
 @gluon.jit
 def item_in_section(position, n_tiles, n_heads, section_heads):
-    """(rank of the tile, head) at a position. Heads are taken section by section; in one, all heads' tiles by rank."""
+    """(rank of the tile, head) at a position. Sections of heads follow each other; in one, all heads' tiles by rank."""
     section_items = section_heads * n_tiles
     first_head = position // section_items * section_heads
     heads_here = gl.minimum(section_heads, n_heads - first_head)
@@ -39,7 +39,7 @@ class Plan:
 
 @aggregate
 class QueryPlan(Plan):
-    """Which query tile is at which position of the order in which programs take them.
+    """The order in which programs take query tiles.
 
     Positions go section by section; a section is ``section_heads`` query heads whose keys and values fit the L2 cache
     together. Inside a section the longest tiles of all its heads come first. Program p takes position p and, when that
@@ -74,7 +74,7 @@ class QueryPlan(Plan):
 
     @gluon.jit
     def document_tiles(self, starts, batch, first_query, n_rows: gl.constexpr, first_loaded):
-        """(n_key_tiles, how many of them from the end on these queries see, the last tile where a document begins).
+        """(n_key_tiles, how many of the last ones these queries see, the last tile in which a document begins).
 
         Queries past the last see the first tile that is loaded, as each must see one.
         """
@@ -91,7 +91,7 @@ class QueryPlan(Plan):
 
 @aggregate
 class KeyTile:
-    """128 keys and the query tiles that see them, in every query head that they serve."""
+    """128 keys and the query tiles that see them, in every query head that shares them."""
 
     batch: gl.tensor
     kv_head: gl.tensor
@@ -103,15 +103,15 @@ class KeyTile:
 
 @aggregate
 class KeyPlan(Plan):
-    """Which key tile is at which position of the order in which programs take them.
+    """The order in which programs take key tiles.
 
     As in ``QueryPlan``, but with key/value heads: the queries, output gradients and dq that their key tiles share fit
     the L2 cache. A section has more heads if its programs would not end together (``host.balanced_section``). Key tiles
     of a head come from the first to the last: if causal, the longest first.
 
-    If dq is summed in order, key tiles come from the last to the first and add to a dq tile in that order. Each begins
-    at the first query that it sees, if causal at its diagonal, which the previous tile has just left. From the first to
-    the last, each tile would wait until the previous one has caught up.
+    If dq is summed in order, key tiles come from the last to the first and add to a dq tile in that order. Each starts
+    at the first query that sees it (if causal, at its diagonal), where the previous tile has already added. In the
+    opposite order, each tile would wait for the previous one to catch up.
     """
 
     padded: gl.tensor
@@ -163,7 +163,7 @@ class KeyPlan(Plan):
 
     @gluon.jit
     def adds_before(self, key_tile, first_query):
-        """The number of adds to the dq tile with this first query that precede a key tile's, if adds are in order."""
+        """If dq is summed in order: how many key tiles add to the dq tile of ``first_query`` before this one."""
         n_key_tiles = gl.cdiv(self.n_keys, self.BLOCK_K)
         if self.CAUSAL:
             end = first_query + self.BLOCK_Q + self.n_keys - self.n_queries

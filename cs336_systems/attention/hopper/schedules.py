@@ -1,25 +1,25 @@
-"""The tile and the depth of each kernel: a small committed table, so that nothing is tuned while a user waits.
+"""The tile sizes and ring depths of each kernel: a small committed table, without autotuning at run time.
 
-Keyed by kernel and head-dim bucket. What decides, on a GPU with 227 KiB of shared memory and 65,536 registers per SM:
+Its keys are kernel and head-dim bucket. Criteria, on a GPU with 227 KiB of shared memory and 65,536 registers per SM:
 
-* one program per SM: two or three consumer warpgroups of 64 rows and the producer take all registers, 240 a thread with
-  two consumers and 160 with three;
-* a consumer should not spill (backward at head dim 128 does, 208 bytes): forward, 64 scores + 32 P + 32 next
-  P and D/2 of the output; backward, BLOCK_Q of S^T and dP^T together, D of dk and dv together, BLOCK_Q D / 256 of dq,
-  and the operands of matmuls in flight;
-* deeper rings cost nothing but shared memory.
+* one program per SM: two or three consumer warpgroups of 64 rows and the producer use all registers, 240 per consumer
+  thread with two consumers and 160 with three;
+* a consumer should not spill registers (backward at head dim 128 does, 208 bytes). In forward a thread holds 64 scores,
+  32 registers of P, 32 of the next P, and D/2 of the output; in backward BLOCK_Q of S^T and dP^T together, D of dk and
+  dv together, BLOCK_Q D / 256 of dq, and the operands of matmuls in flight;
+* deeper rings cost only shared memory.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 MAX_REGISTERS_WITH = {2: 168, 3: 128}
-"""Registers per thread at launch for two consumers (12 warps) and for three (16), which setmaxnreg then moves."""
+"""Registers per thread at launch with two consumers (12 warps) and three (16); setmaxnreg then redistributes them."""
 
 
 @dataclass(frozen=True)
 class ForwardSchedule:
-    """How one program goes through its query tiles."""
+    """How one program processes its query tiles."""
 
     block_k: int
     """Keys per tile."""
@@ -28,7 +28,7 @@ class ForwardSchedule:
     stages: int
     """Slots of the key and of the value ring, at least 2."""
     take_turns: bool = False
-    """Consumers start their matmuls in a fixed order, so that each has its softmax under the others' matmuls."""
+    """Consumers start their matmuls in a fixed order, so that each one's softmax overlaps the others' matmuls."""
 
     def __post_init__(self) -> None:
         assert self.stages >= 2, self.stages
@@ -44,7 +44,7 @@ class ForwardSchedule:
 
 @dataclass(frozen=True)
 class BackwardSchedule:
-    """How one program goes through the queries that see its 128 keys."""
+    """How one program processes the queries that see its 128 keys."""
 
     stages: int
     """Slots of the ring of queries and output gradients, at least 2."""
@@ -53,7 +53,7 @@ class BackwardSchedule:
     block_k: ClassVar[int] = 128
     """Keys per tile, 64 for each of the two consumers."""
     late_dq: bool = False
-    """Multiply dS and K one step late, under the next step's softmax; costs the registers of dq there."""
+    """Multiply dS and K one step late, overlapping the next step's softmax, during which dq then needs registers."""
     left_in_registers: bool = False
     """Keep K and V, the left operands of S^T and dP^T, in registers instead of reading them from shared memory."""
     statistics_last: bool = False
@@ -74,15 +74,15 @@ class BackwardSchedule:
         )
 
 
-# The fastest of those timed on an H200 (bf16, causal, length 16,384), each beside the next best, as ratios to cuDNN in
-# the same rounds; LOG.md has what else was tried.
+# The fastest of those timed on an H200 (bf16, causal, length 16,384). Comments have its speed relative to cuDNN in the
+# same rounds, then that of the next best; LOG.md has other attempts.
 FORWARD: dict[int, ForwardSchedule] = {
     64: ForwardSchedule(128, 3, 3, take_turns=True),  # 1.18; two consumers of an earlier form 1.03
     128: ForwardSchedule(128, 2, 2),  # 1.10, at 8,192 and 32 heads over 8 1.26; three consumers of 64 keys 1.12, 1.20
 }
 SHORT_QUERIES = 1024
-"""Up to so many queries ``SHORT_FORWARD`` is used: fewer rows of its tiles, of 128, lie beyond the last query than of
-tiles of 192. Measured with as many keys as queries."""
+"""``SHORT_FORWARD`` is used up to this number of queries: its tiles of 128 queries have fewer padding rows than tiles
+of 192. Measured with as many keys as queries."""
 SHORT_FORWARD: dict[int, ForwardSchedule] = {
     64: ForwardSchedule(128, 2, 4),  # 1.07 times as fast as three consumers at 1,024, 0.96 at 2,048
 }
@@ -99,5 +99,5 @@ def forward_schedule(block_d: int, n_queries: int) -> ForwardSchedule:
 
 
 def padded_head_dim(d_head: int) -> int:
-    """Columns of a tile: the copy engine fills those that a head does not have with zeros, and does not write them."""
+    """Columns of a tile: the copy engine reads columns beyond the head dim as zeros, and does not write them."""
     return 64 if d_head <= 64 else 128
