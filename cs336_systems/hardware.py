@@ -267,8 +267,8 @@ def find_hardware(device_name: str) -> Hardware | None:
 
 _DESCRIBED = {"peak": TERA, "bandwidth": GB_PER_S, "memory": GIB, "fp8": TERA, "host": GB_PER_S}
 _DESCRIBED |= {"nvlink": GB_PER_S, "watts": 1.0}
-"""What a card can be described by, and the unit of each: dense TFLOP/s in bf16 and in fp8, GB/s of its memory, GiB,
-GB/s of the host link and of NVLink each way, and its power."""
+"""The properties that can describe a card, and the unit of each: dense TFLOP/s in bf16 and in fp8, GB/s of its memory,
+GiB, GB/s of the host link and of NVLink each way, and watts."""
 _NEEDED = ("peak", "bandwidth", "memory")
 
 

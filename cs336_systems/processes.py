@@ -35,7 +35,7 @@ _context = multiprocessing.get_context("forkserver")
 _OF_PARENT = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 """Signals that a terminal or a service manager sends to a whole group: this process alone decides what they mean."""
 _PR_SET_PDEATHSIG = 1
-"""Of ``linux/prctl.h``."""
+"""The constant of ``linux/prctl.h``."""
 
 EXIT_GRACE_S = 10.0
 """A process without further work may take this long to clean up before it is killed."""

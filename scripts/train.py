@@ -186,7 +186,7 @@ def _print_plan(given: list[str]) -> int:
 
 
 def _print_memory(options: TrainOptions) -> None:
-    """Of each rank, as many as a launcher has started; with the vocabulary of --data if that is given."""
+    """Print the predicted memory of each rank that a launcher has started, with the vocabulary of --data if given."""
     import torch
 
     from cs336_systems.pretraining.capped import caps_of, chooser, planned_for, planned_segments

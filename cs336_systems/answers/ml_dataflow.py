@@ -57,8 +57,8 @@ FITTED = (
 )
 
 _WORKSPACE, _WITHOUT_WORKSPACE = GIB // 2, 8192
-"""What attention needs beside sequences of more than 8,192 tokens; its rules say 1 GiB, and steps ran that then do not
-fit. With half, ran or not is right for most cells."""
+"""Bytes of attention's workspace, and the tokens of the longest sequence without one. Its rules say 1 GiB, with which
+some steps that ran would not fit; with half of it the prediction is right for most cells."""
 _FEW_LAYERS = 3
 """Layers with room for whose pairs copies are waited for pair by pair."""
 _EFFICIENCY = 0.6

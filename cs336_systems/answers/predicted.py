@@ -31,8 +31,8 @@ OWN_SECONDS, OWN_PEAK = 0.05, 0.03
 """The errors that predictions of this suite's own steps and peaks should stay below."""
 
 _ROUNDS, _CHANGE, _DAMPED, _LEAST, _RIDGE = 12, 0.02, 0.7, 0.01, 0.005
-"""Of the fit: rounds of weighted least squares, the step of its differences and of each round, the error from which on
-absolute errors count, and the weight of staying where it began."""
+"""Parameters of the fit: rounds of weighted least squares, the step of finite differences, the damping of each round,
+the error above which absolute errors count, and the weight of the starting point (ridge)."""
 
 
 def named_tenth(names: Sequence[str]) -> set[str]:

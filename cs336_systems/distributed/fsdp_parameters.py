@@ -50,7 +50,7 @@ class ManagedParameter:
 
     names: tuple[str, ...]
     sharded_param: nn.Parameter
-    """What the optimizer sees: the rank's rows, or all rows if the parameter is replicated."""
+    """The parameter that the optimizer sees: the rank's rows, or all rows if the parameter is replicated."""
     unsharded_param: nn.Parameter  # what the module sees while it runs
     shape: torch.Size  # the shape of the whole parameter
     first_element: int = field(default=0, kw_only=True)

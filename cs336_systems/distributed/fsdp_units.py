@@ -72,7 +72,7 @@ class ParameterSlot:
 
     def __post_init__(self) -> None:
         self.resting: Tensor = self.parameter.sharded_param
-        """What the module refers to while no unit needs the parameter unsharded."""
+        """The tensor to which the module refers while no unit needs the parameter unsharded."""
 
     def check(self) -> None:
         """Raise RuntimeError if the user has registered another parameter in the module."""

@@ -29,6 +29,7 @@ from cs336_systems.experiments.driver import Experiment
 from cs336_systems.experiments.options import RankedCase, RankedRun, training_cells
 from cs336_systems.experiments.ranked import (
     EFFORT,
+    OVERLAP,
     SCALING,
     SENT,
     Effort,
@@ -241,15 +242,7 @@ DATA_PARALLEL = ResultTable(
             note="step minus the mean of the adjacent steps without communication",
         ),
         Column("exposed %", "exposed_share", ".1f", rank=2, note="of the step"),
-        Column(
-            "hidden %",
-            "hidden_share",
-            ".1f",
-            rank=2,
-            optional=True,
-            note="communication overlapped with other kernels",
-        ),
-        Column("waited ms", "waited", ".2f", rank=2, optional=True, note="only communication runs"),
+        *OVERLAP,
         Column(
             *("slowed ms", "slowed", ".2f"),
             rank=2,

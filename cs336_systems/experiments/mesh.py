@@ -24,7 +24,7 @@ from cs336_systems.costs.rates import ours_on
 from cs336_systems.declared import like, option, options_of
 from cs336_systems.experiments.driver import Experiment, measured_by
 from cs336_systems.experiments.options import TORCH_AT_ITS_FASTEST, RankedCase, RankedRun, in_turns, training_cells
-from cs336_systems.experiments.ranked import SCALING, recording_name, scaling, with_earlier_rows, with_effort
+from cs336_systems.experiments.ranked import OVERLAP, SCALING, recording_name, scaling, with_earlier_rows, with_effort
 from cs336_systems.hardware import find_hardware
 from cs336_systems.ranks import PIPELINE, SPLIT_BY_TORCH, TORCH_CONTEXT_ORDERS, Parallel, PipelineBy, TensorBy
 from cs336_systems.report.results import MAIN, Column, Line, ResultTable
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DATA = {"ddp": "bucketed", "fsdp": "fsdp", "fsdp2": "fsdp2"}
-"""What wraps the model over ranks with the same weights."""
+"""The data-parallel wrapper of each name."""
 
 
 @dataclass(frozen=True)
@@ -250,15 +250,7 @@ MESH = ResultTable(
         Column(
             "predicted idle %", "predicted_idle", ".1f", optional=True, note="from the measured times of operations"
         ),
-        Column(
-            "hidden %",
-            "hidden_share",
-            ".1f",
-            rank=2,
-            optional=True,
-            note="communication overlapped with other kernels",
-        ),
-        Column("waited ms", "waited", ".2f", rank=2, optional=True, note="only communication runs"),
+        *OVERLAP,
         Column("collectives", "collectives", ".0f", rank=3),
         Column(
             "messages MiB", "messages", note="outputs of gathers and reduce-scatters, inputs of all-reduces and sends"

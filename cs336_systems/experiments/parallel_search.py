@@ -78,7 +78,7 @@ class Search:
     device_gib: float | None = None
     """GiB of a GPU's memory, of which tensors get 95 %; as published if not given."""
     network: str = "400Gb"
-    """What a GPU sends to other hosts, each way: 400Gb are bits a second, 50GB bytes."""
+    """A GPU's bandwidth to other hosts, each way: 400Gb are bits a second, 50GB bytes."""
     tokens: str = "15T"
     """Tokens of the whole run; K, M, B and T are powers of 1,000."""
     master_weights: Literal["fp32", "none"] = "fp32"
@@ -123,7 +123,7 @@ class Search:
 
     @property
     def job(self) -> Job:
-        """What is asked for; ValueError for a value that makes no sense."""
+        """The job that the options describe; ValueError for a value that makes no sense."""
         for name in ("gpus", "sequence", "device_gib"):
             if refusal := sign_refusal(name, getattr(self, name), "positive"):
                 raise ValueError(refusal)

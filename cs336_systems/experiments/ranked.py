@@ -18,6 +18,7 @@ from cs336_systems.costs.communication import cost
 from cs336_systems.experiments.driver import Present, Stage, Stages, presented
 from cs336_systems.experiments.options import RankedCase
 from cs336_systems.hardware import MIB
+from cs336_systems.report.results import Column
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,6 +43,17 @@ _COLLECTIVES = {
 
 SENT = "per rank and step, over a ring"
 """Note of a column of ``sent_metric``."""
+
+OVERLAP = (
+    Column(
+        *("hidden %", "hidden_share", ".1f"),
+        rank=2,
+        optional=True,
+        note="communication overlapped with other kernels",
+    ),
+    Column("waited ms", "waited", ".2f", rank=2, optional=True, note="only communication runs"),
+)
+"""Columns of a recorded step's communication."""
 
 SCALING = "tokens/s / (ranks x tokens/s of one rank, same host and commit)"
 """Note of a column of ``scaling``."""

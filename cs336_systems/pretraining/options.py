@@ -63,7 +63,7 @@ class RunFields(ReplicaFields):
     """Pack whole conversations into rows, masked from each other in attention; otherwise each has a padded row. For
     data of tokenize_data.py --chat."""
     long_conversations: Literal["cut", "drop"] = "cut"
-    """What becomes of conversations that are longer than the context."""
+    """Whether conversations that are longer than the context are cut or dropped."""
     out: Path = Path("runs/first")
     """Folder of the run, for log, checkpoints and export. A run with checkpoints resumes from the newest."""
     resume_from: Path | None = None
@@ -95,8 +95,9 @@ class RunFields(ReplicaFields):
     weight_decay: float = option(0.1, "Weight decay of matrices; norms and biases have none.", sign="not negative")
     clip: float | None = option(1.0, "Global norm to which gradients are clipped; None clips nothing.", sign="positive")
     offload: tuple[Literal["m", "v", "master", "gradients", "residual"], ...] = ()
-    """What is kept in host memory, as in --offload m v: m and v (AdamW's moments), master (FP32 master weights) and
-    gradients, which need --optimizer fused; residual (inputs of blocks), which does not go with --keep autograd."""
+    """The tensors that are kept in host memory, as in --offload m v: m and v (AdamW's moments), master (FP32 master
+    weights) and gradients, which need --optimizer fused; residual (inputs of blocks), which does not go with --keep
+    autograd."""
     choose_fastest: bool = False
     """Choose --batch-size, --keep and --offload: the fastest that are predicted to fit this GPU; the tokens of a step
     stay the same. This is the default on a GPU if none of the three is given; a run that resumes keeps its choice if it

@@ -45,7 +45,7 @@ MUON = "muon"
 """The key of a parameter group that is true if Muon updates the group."""
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of X, X^3 and X^5 in a step of the iteration: the steepest slope at 0 that ends within about 0.3 of 1 (Jordan)."""
+"""Factors of X, X^3 and X^5 in an iteration: the steepest slope at 0 that ends within about 0.3 of 1 (Jordan)."""
 ITERATIONS = 5
 
 

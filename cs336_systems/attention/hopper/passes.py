@@ -93,13 +93,13 @@ def halves_of_sums(summed, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _heads(gradient, stride_b, stride_h, stride, batch, head, rows, pairs):
+def _first_halves(gradient, stride_b, stride_h, stride, batch, head, rows, pairs):
     """Addresses of the first halves of a head's rows."""
     return gradient + batch * stride_b + head * stride_h + rows[:, None].to(tl.int64) * stride + pairs
 
 
 @triton.jit
-def _store_turned_back(
+def _store_rotated(
     x, y, at, exists, cos, sin, absmax, rows, pairs, DTYPE: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
     """Store both halves of rows, in fp32, rotated back by their positions' angles if given."""
@@ -107,13 +107,13 @@ def _store_turned_back(
         angles = rows[:, None] * (D // 2) + pairs
         cosine, sine = tl.load(cos + angles, mask=exists, other=0.0), tl.load(sin + angles, mask=exists, other=0.0)
         x, y = x * cosine + y * sine, y * cosine - x * sine
-    _raise(absmax, x, y, exists, DTYPE)
+    _raise_absmax(absmax, x, y, exists, DTYPE)
     tl.store(at, x.to(DTYPE), mask=exists)
     tl.store(at + D // 2, y.to(DTYPE), mask=exists)
 
 
 @triton.jit
-def _raise(absmax, x, y, exists, DTYPE: tl.constexpr):
+def _raise_absmax(absmax, x, y, exists, DTYPE: tl.constexpr):
     if absmax is not None:
         bits = tl.maximum(magnitude_bits(x), magnitude_bits(y))
         raise_absmax(absmax, tl.where(exists, bits, 0), DTYPE)
@@ -141,20 +141,20 @@ def hopper_postprocess_kernel(
         sums = summed + ((batch * n_heads + head) * padded + first) * BLOCK_D
         x, y = halves_of_sums(sums, D, BLOCK_D)
         x, y = (x * scale).to(DTYPE).to(tl.float32), (y * scale).to(DTYPE).to(tl.float32)
-        at = _heads(dq, stride_dqb, stride_dqh, stride_dq, batch, head, rows, pairs)
-        _store_turned_back(x, y, at, exists, cos, sin, absmax, rows, pairs, DTYPE, D)
+        at = _first_halves(dq, stride_dqb, stride_dqh, stride_dq, batch, head, rows, pairs)
+        _store_rotated(x, y, at, exists, cos, sin, absmax, rows, pairs, DTYPE, D)
     elif cos is not None:
         head -= n_heads
         if head < n_kv_heads:
-            at = _heads(dk, stride_dkb, stride_dkh, stride_dk, batch, head, rows, pairs)
+            at = _first_halves(dk, stride_dkb, stride_dkh, stride_dk, batch, head, rows, pairs)
             x = tl.load(at, mask=exists, other=0.0).to(tl.float32)
             y = tl.load(at + D // 2, mask=exists, other=0.0).to(tl.float32)
-            _store_turned_back(x, y, at, exists, cos, sin, absmax, rows, pairs, DTYPE, D)
+            _store_rotated(x, y, at, exists, cos, sin, absmax, rows, pairs, DTYPE, D)
         else:
-            at = _heads(dv, stride_dvb, stride_dvh, stride_dv, batch, head - n_kv_heads, rows, pairs)
+            at = _first_halves(dv, stride_dvb, stride_dvh, stride_dv, batch, head - n_kv_heads, rows, pairs)
             x = tl.load(at, mask=exists, other=0.0).to(tl.float32)
             y = tl.load(at + D // 2, mask=exists, other=0.0).to(tl.float32)
-            _raise(absmax, x, y, exists, DTYPE)
+            _raise_absmax(absmax, x, y, exists, DTYPE)
 
 
 def prepare_preprocess(

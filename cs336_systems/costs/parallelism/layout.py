@@ -42,7 +42,7 @@ class Layout:
     """The stages of the pipeline."""
     zero: int = 0
     keep: str = "products"
-    """What blocks with a hand-written backward keep (``costs/kept.py``)."""
+    """The level of activations that blocks with a hand-written backward keep (``costs/kept.py``)."""
     micro_batch: int = 1
     """The sequences of a micro-batch, which the ranks along context and tensor share."""
     n_micro_batches: int = 1

@@ -103,7 +103,7 @@ class _Sizes(NamedTuple):
     kept: float
     """Activations that one block keeps."""
     put_off: float
-    """What one block holds between B and W: both operands of the matmuls of its four weight gradients."""
+    """Bytes that one block holds between B and W: both operands of the matmuls of its four weight gradients."""
     work: float
     """Working set of a block's backward, besides its activations and weight gradients."""
     loss: float
